@@ -1,0 +1,231 @@
+"""The command line: ``python -m agentr1_lite train | evaluate | chat | play | data | doctor | report``.
+
+Exit codes: 0 done, 1 a check failed, 2 wrong input (one sentence on standard error), 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Command = Callable[[argparse.Namespace], int]
+COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {}
+
+
+def command(arguments: Callable[[argparse.ArgumentParser], None]) -> Callable[[Command], Command]:
+    """Register a function under its name; its docstring is the help text."""
+
+    def register(function: Command) -> Command:
+        COMMANDS[function.__name__] = (function, arguments)
+        return function
+
+    return register
+
+
+def _config_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config", nargs="?", default="atlas-tiny", help="YAML file or recipe name (default: atlas-tiny)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="continue the run in run.output")
+    parser.add_argument("--fresh", action="store_true", help="remove a former run in run.output first")
+    parser.add_argument("--report", action="store_true", help="write the report page at the end")
+
+
+@command(_train_arguments)
+def train(args: argparse.Namespace) -> int:
+    """Train through the phases of a configuration, evaluate after each, write summary.json."""
+    from agentr1_lite import pipeline
+    from agentr1_lite.report import write_report
+
+    config = _config(args)
+    summary = pipeline.train(config, resume=args.resume, fresh=args.fresh)
+    print(f"Saved in {config.run.output} after {summary['seconds']['total']:.0f} s.")
+    if args.report:
+        print(f"Report: {write_report(config.run.output)}")
+    return 0
+
+
+def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--policy", help="policy to evaluate (default: model.base_model)")
+    parser.add_argument("--baseline", help="closed_book, naive_rag, base_tool_call or scripted_expert instead")
+    parser.add_argument("--output", help="write the report as JSON here")
+
+
+@command(_evaluate_arguments)
+def evaluate(args: argparse.Namespace) -> int:
+    """Answer held-out questions greedily and print EM, cover-EM and F1 with intervals."""
+    from agentr1_lite import evaluation, pipeline
+
+    config = _config(args)
+    config.model.base_model = args.policy or config.model.base_model
+    policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
+    options = {"seed": config.evaluation.seed, "temperature": config.evaluation.temperature}
+    if args.baseline:
+        report = evaluation.run_baseline(args.baseline, policy, task_set, **options)
+    else:
+        report = evaluation.evaluate(policy, task_set, name=policy.name, **options)
+    print(report.table())
+    if args.output:
+        report.save(args.output)
+    return 0
+
+
+def _chat_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--policy", help="policy to talk to (default: model.base_model)")
+    parser.add_argument("--question", help="ask this one question and leave")
+    parser.add_argument("--split", default="test", choices=("train", "dev", "test"), help="world it searches")
+
+
+@command(_chat_arguments)
+def chat(args: argparse.Namespace) -> int:
+    """Ask a policy questions; it searches the task's corpus and shows every turn."""
+    from agentr1_lite import pipeline
+    from agentr1_lite.mdp import Task
+    from agentr1_lite.rollout import collect_trajectory
+
+    config = _config(args)
+    config.model.base_model = args.policy or config.model.base_model
+    policy, task_set = pipeline.make_policy(config), pipeline.make_task(config, args.split)
+    if not args.question:
+        print("Questions of this world, for example:", *(t.question for t in task_set.tasks[:3]), sep="\n  ")
+    for question in [args.question] if args.question else _lines("you> "):
+        known = next((t for t in task_set.tasks if t.question == question), None)
+        trajectory = collect_trajectory(task_set.env, policy, known or Task("chat", question), greedy=True)
+        for turn in trajectory.turns:
+            print(f"agent> {turn.text}")
+            if turn.observation:
+                print(f"world> {turn.observation}")
+        print(f"[{trajectory.stop_reason.value}] answer: {trajectory.answer}")
+    return 0
+
+
+def _play_arguments(parser: argparse.ArgumentParser) -> None:
+    _config_arguments(parser)
+    parser.add_argument("--split", default="dev", choices=("train", "dev", "test"), help="split the question is from")
+    parser.add_argument("--number", type=int, default=0, help="which question")
+
+
+@command(_play_arguments)
+def play(args: argparse.Namespace) -> int:
+    """Be the policy: type turns and see observation, reward and end of an episode."""
+    from agentr1_lite import pipeline
+    from agentr1_lite.toolcalls import ToolCall, render_tool_call
+
+    config = _config(args)
+    task_set = pipeline.make_task(config, args.split)
+    if not 0 <= args.number < len(task_set.tasks):
+        raise ValueError(f"--number {args.number}: the split has questions 0 to {len(task_set.tasks) - 1}")
+    env, task = task_set.env.fork(), task_set.tasks[args.number]
+    for message in env.reset(task, seed=config.training.seed):
+        print(f"{message['role']}> {message['content']}")
+    print("Type a search, 'answer: …' to finish, or a whole turn with its tags.")
+    for line in _lines("you> "):
+        if line.lower().startswith("answer:"):
+            line = f"<answer> {line[7:].strip()} </answer>"
+        elif "<" not in line and env.tools:
+            line = render_tool_call(ToolCall(env.tools[0].name, {env.tools[0].text_parameter: line}), env.call_format)
+        result = env.step(line)
+        print(*(f"world> {m['content']}" for m in result.observation), sep="\n")
+        print(f"[reward {result.reward:+.2f}{', end: ' + result.info['stop_reason'].value if result.done else ''}]")
+        if result.done:
+            print(f"right: {' or '.join(task.golds)}")
+            break
+    return 0
+
+
+def _data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", nargs="*", help="worlds, demonstrations, offline-logs, atlas-tiny (default: all but it)"
+    )
+    parser.add_argument("--output", default="data", help="folder to write to (default: data)")
+
+
+@command(_data_arguments)
+def data(args: argparse.Namespace) -> int:
+    """Remake the shipped files."""
+    from agentr1_lite.tasks.build import MAKERS
+
+    wanted = args.what or [name for name in MAKERS if name != "atlas-tiny"]
+    unknown = [name for name in wanted if name not in MAKERS]
+    if unknown:
+        raise ValueError(f"data: {unknown[0]!r} is not among {', '.join(MAKERS)}")
+    for name in wanted:
+        print(*MAKERS[name](Path(args.output)), sep="\n")
+    return 0
+
+
+@command(lambda parser: None)
+def doctor(args: argparse.Namespace) -> int:
+    """Check the machine, the versions, the shipped files, and the invariants of a rollout."""
+    from agentr1_lite.doctor import machine_check, self_test
+
+    findings = [*machine_check(), *self_test()]
+    for finding in findings:
+        print(finding)
+    return int(any(finding.level == "fail" for finding in findings))
+
+
+@command(lambda parser: parser.add_argument("run", nargs="?", default="runs/demo", help="run folder"))
+def report(args: argparse.Namespace) -> int:
+    """Write a run's page, report.html, into its folder."""
+    from agentr1_lite.report import write_report
+
+    if not Path(args.run).is_dir():
+        raise ValueError(f"report: {args.run} is not a run folder; train one first")
+    print(write_report(args.run))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Any:
+    from agentr1_lite.config import load_config
+
+    config, overrides = args.config, list(args.overrides)
+    if "=" in config and not Path(config).exists():
+        config, overrides = "atlas-tiny", [config, *overrides]
+    return load_config(config, overrides)
+
+
+def _lines(prompt: str) -> Any:
+    """Lines from the keyboard until it ends or says quit."""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            print()
+            return
+        if line.lower() in ("quit", "exit"):
+            return
+        if line:
+            yield line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m agentr1_lite", description="Learn and do RL of LLM agents.")
+    choices = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    for name, (function, add) in COMMANDS.items():
+        add(choices.add_parser(name, help=function.__doc__, description=function.__doc__))
+    args = parser.parse_args(argv)
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    try:
+        return COMMANDS[args.command][0](args)
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "stopped", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"agentr1_lite {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

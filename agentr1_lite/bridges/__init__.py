@@ -1,0 +1,1 @@
+"""Bridges to other libraries: the same ToolEnv and the same trajectories there."""

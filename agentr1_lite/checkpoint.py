@@ -1,0 +1,96 @@
+"""Checkpoints: everything a run needs to continue to the same numbers.
+
+A checkpoint is a folder ``checkpoints/000012`` with ``tensors.pt`` (weights of
+actor, reference and critic, optimiser states, random state) and ``state.json``
+(phase, step, coefficients). It is written beside its place and renamed when it
+is whole, and the former one is removed only after that: a full disk or a kill
+while saving costs the new checkpoint, never the old one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read: one sentence with the folder and what to do."""
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator a run may draw from."""
+    kind, keys, *rest = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": repr(random.getstate()),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    import ast
+
+    random.setstate(ast.literal_eval(state["python"]))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def save_checkpoint(
+    run_dir: str | Path, number: int, tensors: dict[str, Any], state: dict[str, Any], keep: int = 2
+) -> Path:
+    """Write checkpoint ``number`` of a run and drop all but the newest ``keep``."""
+    root = Path(run_dir) / "checkpoints"
+    final = root / f"{number:06d}"
+    part = None
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=".part-", dir=root))
+        torch.save({**tensors, "random": random_state()}, part / "tensors.pt")
+        (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        if final.exists():
+            shutil.rmtree(final)
+        part.rename(final)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint {final} could not be written ({error}); free some space, the former checkpoint is whole"
+        ) from error
+    finally:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+    for old in _folders(run_dir)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def load_checkpoint(run_dir: str | Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """The newest checkpoint that reads: ``(tensors, state, folder)``; a broken one is named and passed over."""
+    for folder in _folders(run_dir):
+        try:
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            return torch.load(folder / "tensors.pt", map_location="cpu", weights_only=True), state, folder
+        except Exception as error:  # torch raises many kinds for a damaged file
+            warnings.warn(f"checkpoint {folder} is damaged ({error}); the one before it is used", stacklevel=2)
+    raise CheckpointError(f"{run_dir} holds no checkpoint that can be read; start the run again with `train`")
+
+
+def has_checkpoint(run_dir: str | Path) -> bool:
+    return bool(_folders(run_dir))
+
+
+def _folders(run_dir: str | Path) -> list[Path]:
+    """Checkpoint folders, newest first."""
+    return sorted(Path(run_dir).glob("checkpoints/[0-9]*"), key=lambda p: int(p.name), reverse=True)

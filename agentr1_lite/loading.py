@@ -1,0 +1,200 @@
+"""Where weights come from: names, folders and hub ids; device, number format, quantisation.
+
+Every failure is a ``PolicyError`` of one sentence: what was asked for, what was
+wrong, what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+HUB_IDS = {
+    "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+    "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+}
+SHIPPED = ("atlas-tiny",)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
+FORMER = ".former"  # the name of a checkpoint between the two renames of a save
+
+
+class PolicyError(ValueError):
+    """A policy cannot be loaded, saved or used as asked; the message is one sentence."""
+
+
+def data_root() -> Path:
+    """The folder of shipped data: ``AGENTR1_DATA`` or ``data/`` beside the package."""
+    return Path(os.environ.get("AGENTR1_DATA") or Path(__file__).resolve().parent.parent / "data")
+
+
+def resolve(name: str | Path) -> str:
+    """A known name, a folder or a hub id → what ``from_pretrained`` takes."""
+    text = str(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            raise PolicyError(
+                f"model folder {text!r} has neither config.json nor adapter_config.json; "
+                "give a folder that policy.save or save_pretrained wrote"
+            )
+        return str(path)
+    former = path.with_name(path.name + FORMER)
+    if former.is_dir():  # a save was killed between its two renames
+        return str(former)
+    if text in SHIPPED:
+        shipped = data_root() / text
+        if not (shipped / "config.json").is_file():
+            raise PolicyError(
+                f"model {text!r} was looked for in {shipped} and is not there; rebuild it with "
+                f"'python -m agentr1_lite data {text}' or set AGENTR1_DATA to the folder that holds it"
+            )
+        return str(shipped)
+    if text in HUB_IDS:
+        return HUB_IDS[text]
+    if path.is_file():
+        raise PolicyError(f"model {text!r} is a file; give the folder that holds config.json and the weights")
+    if text.count("/") == 1 and not text.startswith((".", "/", "~")):
+        return text
+    known = ", ".join((*SHIPPED, *HUB_IDS))
+    raise PolicyError(
+        f"model {text!r} is no folder and no known name; use a folder, a hub id 'owner/name', or one of {known}"
+    )
+
+
+def pick_device(device: str | torch.device = "auto") -> torch.device:
+    """``auto``: the GPU where there is one, else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise PolicyError(f"device {device!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise PolicyError(f"device {str(device)!r} was asked for and torch sees no GPU; use 'auto' or 'cpu'")
+    return chosen
+
+
+def pick_dtype(dtype: str | torch.dtype, device: torch.device, *, frozen_base: bool) -> torch.dtype:
+    """``auto``: what the device computes well and training can bear.
+
+    CPU: float32 (it has no bfloat16 units). GPU: bfloat16 from compute
+    capability 8.0, else float16 (a T4 has no bfloat16), for a frozen base under
+    adapters. Weights that are trained themselves stay float32: a step of 1e-6
+    is lost in 8 bits of mantissa.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        if dtype not in DTYPES:
+            raise PolicyError(f"dtype {dtype!r} is not known; use 'auto' or one of {', '.join(DTYPES)}")
+        return DTYPES[dtype]
+    if device.type != "cuda" or not frozen_base:
+        return torch.float32
+    return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+
+
+def quantization_config(kind: str | None, dtype: torch.dtype) -> Any:
+    """``nf4``: 4-bit normal-float weights with quantised constants (QLoRA, arXiv 2305.14314)."""
+    if kind is None:
+        return None
+    if kind != "nf4":
+        raise PolicyError(f"quantization {kind!r} is not known; use 'nf4' or leave it out")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise PolicyError(
+            "quantization 'nf4' needs the package bitsandbytes; install it with 'pip install bitsandbytes'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('. ')[:200]}" if lines else type(error).__name__
+
+
+def load_model(
+    source: str, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> PreTrainedModel:
+    """A causal language model with all its weights, dropout off."""
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    config = quantization_config(quantization, dtype)
+    if config is not None:
+        options |= {"quantization_config": config, "device_map": {"": device}}
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(source, **options)
+    except Exception as error:
+        raise PolicyError(
+            f"model {source!r} could not be loaded ({_reason(error)}); "
+            "check the folder or the hub id, and the network if it is not on this machine"
+        ) from error
+    lost = sorted(loading.get("missing_keys") or ()) + sorted(
+        str(key[0]) for key in loading.get("mismatched_keys") or ()
+    )
+    if lost:
+        raise PolicyError(
+            f"model {source!r} lacks {len(lost)} of its weights, first {lost[0]!r}; "
+            "the folder is incomplete, save or download it again"
+        )
+    if config is None:
+        model.to(device)
+    return without_dropout(model)
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        # transformers would make up an empty tokenizer from config.json
+        raise PolicyError(
+            f"model folder {source!r} holds no tokenizer; put one of {', '.join(TOKENIZER_FILES)} beside the weights"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise PolicyError(
+            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); "
+            "the folder needs tokenizer.json and tokenizer_config.json"
+        ) from error
+
+
+def adapter_settings(source: str) -> dict[str, Any] | None:
+    """``adapter_config.json`` of a folder with LoRA weights, else None."""
+    file = Path(source) / "adapter_config.json"
+    if not file.is_file():
+        return None
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        return {"base": settings["base_model_name_or_path"], "r": settings["r"], "alpha": settings["lora_alpha"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise PolicyError(f"{file} is no LoRA configuration ({_reason(error)}); save the policy again") from error
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Set every dropout to zero: a policy pass must repeat (trl#3500)."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def context_length(config: AutoConfig) -> int:
+    """Tokens the model can attend to; a sliding window counts as its width."""
+    limit = int(getattr(config, "max_position_embeddings", 0) or 2**31)
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        limit = min(limit, int(config.sliding_window))
+    return limit

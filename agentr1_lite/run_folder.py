@@ -1,0 +1,128 @@
+"""A run folder read leniently: what is there, and a sentence for everything that is not."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from agentr1_lite.checks import Case, examine
+from agentr1_lite.evaluation import Report
+from agentr1_lite.jsonl import read_rows, read_text
+from agentr1_lite.mdp import Trajectory, load_jsonl
+from agentr1_lite.plots import PHASES, Curve, Estimate
+
+
+@dataclass
+class Run:
+    """What lies in a run folder; ``missing`` collects what does not, in sentences."""
+
+    folder: Path
+    missing: list[str] = field(default_factory=list)
+
+    def _read(self, name: str, read: Any, empty: Any) -> Any:
+        path = self.folder / name
+        try:
+            if path.exists():
+                return read(path)
+            self.missing.append(f"{name} is not there.")
+        except (OSError, ValueError) as error:
+            self.missing.append(f"{name} cannot be used: {str(error).replace(str(self.folder), '').lstrip('/')}.")
+        return empty
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        return mapping(self._read("summary.json", lambda path: json.loads(read_text(path)), {}))
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        return mapping(self._read("versions.json", lambda path: json.loads(read_text(path)), {}))
+
+    @cached_property
+    def config(self) -> str:
+        return self._read("config.yaml", read_text, "")
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        rows, problems = self._read("metrics.jsonl", read_rows, ([], []))
+        self.missing += [f"metrics.jsonl, line {p.line}: {p.reason}." for p in problems]
+        return [row for row in rows if isinstance(row.get("step"), int | float)]
+
+    @cached_property
+    def reports(self) -> dict[str, Report]:
+        paths = sorted((self.folder / "evaluation").glob("*.json"))
+        if not paths:
+            self.missing.append("evaluation/ holds no report, so there is no table by hops and kind.")
+        found = {path.stem: self._read(f"evaluation/{path.name}", Report.load, None) for path in paths}
+        return {name: report for name, report in found.items() if report is not None and report.rows}
+
+    @cached_property
+    def trajectory_files(self) -> list[str]:
+        names = sorted(f"trajectories/{path.name}" for path in (self.folder / "trajectories").glob("*.jsonl"))
+        if not names:
+            self.missing.append("trajectories/ holds no file, so there are no example episodes.")
+        return names
+
+    @cached_property
+    def last(self) -> list[Trajectory]:
+        return self._read(self.trajectory_files[-1], load_jsonl, []) if self.trajectory_files else []
+
+    @cached_property
+    def first(self) -> list[Trajectory]:
+        return self._read(self.trajectory_files[0], load_jsonl, []) if len(self.trajectory_files) > 1 else []
+
+    @cached_property
+    def findings(self) -> list[dict[str, Any]]:
+        """What the doctor noted in the run; without notes, what the last step's files show."""
+        if (self.folder / "doctor.jsonl").exists():
+            rows, _ = self._read("doctor.jsonl", read_rows, ([], []))
+            return [row for row in rows if {"check", "level", "message"} <= row.keys()]
+        latest = dict(self.metrics[-1]) if self.metrics else {}
+        numbers = {k: v for k, v in latest.items() if isinstance(v, int | float)}
+        found = examine(Case(self.last, metrics=numbers)) if self.last or numbers else []
+        return [vars(f) | {"step": latest.get("step")} for f in found if f.level != "ok"]
+
+    def estimates(self, names: Iterable[str]) -> list[Estimate]:
+        """EM of phases or baselines, from the summary, else from the evaluation reports."""
+        means = {**mapping(self.summary.get("baselines")), **mapping(self.summary.get("em"))}
+        intervals, out = mapping(self.summary.get("interval")), []
+        for name in names:
+            report, mean, bounds = self.reports.get(name), number(means.get(name)), intervals.get(name)
+            if mean is None and report is not None:
+                mean = report.mean("em")
+            if not _is_interval(bounds):
+                bounds = report.interval("em") if report is not None else (None, None)
+            if mean is not None:
+                out.append(Estimate(name, mean, *bounds))
+        return out
+
+    def curves(self, keys: Sequence[str], phases: Sequence[str] = PHASES) -> list[Curve]:
+        """The first of ``keys`` that the metrics hold, one curve a phase; of a repeated step the last row counts."""
+        for key in keys:
+            out = []
+            for phase in phases:
+                rows = {r["step"]: number(r.get(key)) for r in self.metrics if r.get("phase") == phase}
+                points = sorted((step, value) for step, value in rows.items() if value is not None)
+                if points:
+                    out.append(Curve(phase, *zip(*points, strict=True)))
+            if out:
+                return out
+        return []
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def number(value: Any) -> float | None:
+    value = value.get("em") if isinstance(value, dict) else value
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return float(value) if good else None
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and None not in map(number, value)

@@ -1,0 +1,165 @@
+"""Answer scores, equal to the official scripts, and bootstrap intervals around their means.
+
+Sources: ``hotpot_evaluate_v1.py`` (HotpotQA), ``2wikimultihop_evaluate_v1.1.py``
+(2WikiMultiHopQA), ``metrics/answer.py`` (MuSiQue) and the substring match of
+Search-R1 for ``cover_em``. Published numbers come from the official
+normalisation; the Unicode-aware mode is a second number, never a replacement.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = frozenset(string.punctuation)
+CLOSED_ANSWERS = frozenset({"yes", "no", "noanswer"})
+# typed for ' and - but no punctuation in Unicode; case folding would leave a loose dot over the Turkish I
+LOOK_ALIKES = str.maketrans({"ʼ": "'", "ʻ": "'", "−": "-", "İ": "i"})
+
+
+def _official(text: str) -> str:
+    """Lower case without ASCII punctuation: the first half of every official normaliser."""
+    return "".join(c for c in text.lower() if c not in PUNCTUATION)
+
+
+def _unicode(text: str) -> str:
+    """NFKC and case folding; punctuation of every script and invisible characters removed."""
+    # NFKC alone would turn an acute typed as apostrophe into a space
+    text = unicodedata.normalize("NFC", text).replace("´", "'")
+    text = unicodedata.normalize("NFKC", text).translate(LOOK_ALIKES)
+    # case folding may leave decomposed letters: compose again, so that equal texts get equal forms
+    text = unicodedata.normalize("NFKC", text.casefold())
+    kept = (c for c in text if c not in PUNCTUATION and unicodedata.category(c)[0] != "P")
+    return "".join(c for c in kept if unicodedata.category(c) != "Cf" and not "\ufe00" <= c <= "\ufe0f")
+
+
+MODES: dict[str, Callable[[str], str]] = {"official": _official, "unicode": _unicode}
+
+
+def normalize(text: str, mode: str = "official") -> str:
+    """The form of an answer in which two answers are compared.
+
+    ``official``: lower case, ASCII punctuation and the articles a, an, the
+    removed, white space collapsed, as all three benchmarks do. Composed and
+    decomposed letters, curly and straight quotes differ.
+
+    ``unicode``: the same steps after NFKC and case folding, with the
+    punctuation of all scripts, zero-width and soft characters removed and the
+    Turkish dotted I read as i. Accents stay: Beyonce is not Beyoncé.
+    """
+    if mode not in MODES:
+        raise ValueError(f"normalize: mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
+    return " ".join(ARTICLES.sub(" ", MODES[mode](text)).split())
+
+
+def overlap_f1(prediction: str, gold: str) -> float:
+    """F1 of the bags of words of two normalised answers: 2PR / (P + R), 0 where they share none."""
+    predicted, expected = prediction.split(), gold.split()
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(predicted), common / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def closed_f1(prediction: str, gold: str) -> float:
+    """HotpotQA and 2Wiki: no partial credit where either side is yes, no or noanswer."""
+    if prediction != gold and (prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS):
+        return 0.0
+    return overlap_f1(prediction, gold)
+
+
+def empty_aware_f1(prediction: str, gold: str) -> float:
+    """MuSiQue: where one side normalises to nothing, 1 if both do and 0 otherwise."""
+    if not prediction or not gold:
+        return float(prediction == gold)
+    return overlap_f1(prediction, gold)
+
+
+F1: dict[str, Callable[[str, str], float]] = {
+    "hotpotqa": closed_f1,
+    "2wiki": closed_f1,
+    "musique": empty_aware_f1,
+}
+
+
+def gold_list(golds: str | Iterable[str | None] | None) -> list[str]:
+    """Accepted answers as a list of strings: one string is one answer, None and missing aliases are dropped."""
+    if golds is None:
+        return []
+    if isinstance(golds, (str, int, float)):
+        return [str(golds)]
+    return [str(gold) for gold in golds if gold is not None]
+
+
+def score_answer(
+    prediction: str | None,
+    golds: str | Iterable[str | None] | None,
+    benchmark: str = "hotpotqa",
+    *,
+    mode: str = "official",
+) -> dict[str, float]:
+    """Scores of one answer, each the maximum over the accepted answers.
+
+    Returns ``em`` (normalised strings are equal), ``cover_em`` (a gold is a
+    substring of the prediction) and ``f1`` (word overlap). No prediction or no
+    golds give 0. A gold that normalises to nothing ("The The", "!!!") is never
+    covered by another answer; only its exact match pays. Its F1 is 0 in the
+    official HotpotQA and 2Wiki scripts; ``mode="unicode"`` gives 1 to the
+    exact match on every benchmark.
+    """
+    if benchmark not in F1:
+        raise ValueError(f"score_answer: benchmark {benchmark!r} is unknown; choose one of {', '.join(F1)}")
+    scores = {"em": 0.0, "cover_em": 0.0, "f1": 0.0}
+    if prediction is None:
+        return scores
+    said = normalize(str(prediction), mode)
+    for gold in gold_list(golds):
+        right = normalize(gold, mode)
+        same = said == right
+        f1 = 1.0 if same and mode == "unicode" else F1[benchmark](said, right)
+        scores["em"] = max(scores["em"], float(same))
+        scores["cover_em"] = max(scores["cover_em"], float(right in said if right else same))
+        scores["f1"] = max(scores["f1"], f1)
+    return scores
+
+
+def bootstrap_interval(
+    values: Sequence[float], *, level: float = 0.95, samples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean: resample with replacement, take the middle ``level``.
+
+    Args:
+        values: one score a question, shape (N,), N ≥ 1, all finite.
+        level: share of resampled means inside the interval, in (0, 1).
+    """
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 1 or not len(scores) or not np.isfinite(scores).all():
+        raise ValueError(
+            f"bootstrap_interval: expected a list of finite scores, found shape {scores.shape}; score first"
+        )
+    if not 0 < level < 1 or samples < 1:
+        raise ValueError(f"bootstrap_interval: level {level} must lie in (0, 1) and samples {samples} be at least 1")
+    rng = np.random.default_rng(seed)
+    means = np.array([scores[rng.integers(len(scores), size=len(scores))].mean() for _ in range(samples)])
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def paired_difference_interval(
+    first: Sequence[float], second: Sequence[float], *, level: float = 0.95, samples: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Interval of mean(first − second) over the same questions: question difficulty cancels out.
+
+    ``second`` is better beyond chance when the interval lies below 0.
+    """
+    if len(first) != len(second):
+        raise ValueError(f"paired_difference_interval: {len(first)} and {len(second)} scores; score the same questions")
+    difference = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    return bootstrap_interval(difference, level=level, samples=samples, seed=seed)

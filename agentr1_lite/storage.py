@@ -1,0 +1,83 @@
+"""Weights on disk: Hugging Face folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentr1_lite.loading import FORMER, PolicyError, resolve
+
+ADAPTER_FILE = "adapter_model.safetensors"
+BASE_FOLDER = "base"  # inside an adapter folder: a base model that has no name
+
+
+def write_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
+    save_file({key: tensor.detach().contiguous() for key, tensor in weights.items()}, file)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except Exception as error:
+        raise PolicyError(f"weights {file} could not be read ({error}); save the policy again") from error
+
+
+def write_model(folder: Path, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """The plain model, without adapters it may carry."""
+    weights = {k.replace(".base_layer.", "."): v for k, v in model.state_dict().items() if ".lora_" not in k}
+    if dtype is not None:
+        weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
+    model.save_pretrained(folder, state_dict=weights)
+
+
+def write_adapter(folder: Path, settings: Any, weights: Mapping[str, Tensor], base: str) -> None:
+    """Adapter weights as ``peft`` reads them; ``base`` is the name or folder of the model below."""
+    settings = type(settings)(**{**settings.to_dict(), "base_model_name_or_path": base, "inference_mode": True})
+    settings.save_pretrained(folder)
+    write_tensors(folder / ADAPTER_FILE, weights)
+
+
+def lasting_name(name: str | Path) -> str:
+    """How an adapter names its base: a folder by its full path, anything else as it is."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else str(name)
+
+
+def find_base(folder: Path, base: str) -> tuple[str, str]:
+    """Where an adapter's base model lies and its lasting name, "" if it lies inside the adapter's folder."""
+    if base == BASE_FOLDER and (folder / BASE_FOLDER).is_dir():
+        return str(folder / BASE_FOLDER), ""
+    return resolve(base), base
+
+
+def assign(weights: dict[str, nn.Parameter], saved: dict[str, Tensor], where: str) -> None:
+    """Copy saved tensors into parameters; names and shapes must agree."""
+    wrong = sorted(set(weights) ^ set(saved)) or sorted(k for k in weights if weights[k].shape != saved[k].shape)
+    if wrong:
+        raise PolicyError(
+            f"{where}: weight {wrong[0]!r} does not fit this policy; "
+            "load it with the model and lora_rank it was saved with"
+        )
+    with torch.no_grad():
+        for key, parameter in weights.items():
+            parameter.copy_(saved[key])
+
+
+def replace_folder(new: Path, path: Path) -> None:
+    former = path.with_name(path.name + FORMER)
+    if path.exists():
+        shutil.rmtree(former, ignore_errors=True)
+        path.rename(former)
+    try:
+        new.rename(path)
+    except BaseException:
+        if former.exists() and not path.exists():
+            former.rename(path)
+        raise
+    shutil.rmtree(former, ignore_errors=True)

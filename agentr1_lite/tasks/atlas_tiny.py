@@ -1,0 +1,243 @@
+"""How `atlas-tiny` is made: a Qwen2 of about a million parameters that can read, search and copy.
+
+Pretraining stands for what a language model brings along before any phase of
+the kit. Every step draws a fresh random world, so nothing can be memorised, and
+shows three kinds of text: lists of names that repeat (copying), passages with
+questions about them (reading), and transcripts of players of mixed quality
+(tool use). Most transcripts are careless, so the base model is able but lazy:
+what the three phases change is what it does, not what it could do.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agentr1_lite.chat import ChatFormat
+from agentr1_lite.env import ToolEnv
+from agentr1_lite.mdp import Segment
+from agentr1_lite.retrieval import BM25, Passage, make_search_tool
+from agentr1_lite.tasks.atlas import READ_PROMPT, RELATIONS, SYSTEM_PROMPT, World, name_words, render
+from agentr1_lite.tasks.scripted import encode_log, record, say_answer
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<tool_call>", "</tool_call>")
+TRANSCRIPTS = {"expert": 0.35, "hasty": 0.35, "guesser": 0.1, "doubter": 0.2}
+NAME_WEIGHT, OTHER_WEIGHT = 4.0, 0.1
+WIDTH, HEADS = 128, 4
+
+# ChatML; tools as one short line in the system turn, replies in one user turn as Qwen2.5 does
+TEMPLATE = Path(__file__).with_name("atlas_tiny.jinja")
+
+
+def environment(world: World, failing: float = 0.1) -> ToolEnv:
+    index = BM25([Passage(title, text) for title, text in world.passages])
+    return ToolEnv(
+        [make_search_tool(index, k=2, failing=failing, render=render)], system_prompt=SYSTEM_PROMPT, max_turns=8
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE in which every name word, with and without a space before it, is one token."""
+    rng = random.Random(0)
+    texts = []
+    for seed in range(8):
+        world = World(seed + 1, "train")
+        env = environment(world)
+        for task in world.questions(40):
+            log = record(env, task, rng.choice(list(TRANSCRIPTS)), seed)
+            texts += ["\n".join([m["role"], m["content"], "assistant"]) for m in log["messages"]]
+    plain = [text.replace(TAGS[0], "\n").replace(TAGS[1], "\n") for text in texts]
+    for word in name_words():
+        plain += [f" {word}"] * 300 + [word] * 30
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        min_frequency=20,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=list(SPECIAL),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(plain, trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE.read_text(encoding="utf-8").strip()
+    fast.model_max_length = 2048
+    split = [w for w in name_words() for form in (w, f" {w}") if len(fast.encode(form, add_special_tokens=False)) != 1]
+    if split:
+        raise RuntimeError(f"the tokenizer splits {len(split)} name words, such as {split[0]!r}; lower min_frequency")
+    return fast
+
+
+def build_model(vocabulary: int, seed: int = 0) -> Qwen2ForCausalLM:
+    """Qwen2 with 4 layers of width 128, tied embeddings, and an induction circuit to start from."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=-(-vocabulary // 64) * 64,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 0.09)
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                linear.weight.normal_(0, WIDTH**-0.5)
+            attention.o_proj.weight.zero_()
+            mlp.down_proj.weight.zero_()
+        seed_induction(model)
+    return model
+
+
+def seed_induction(model: Qwen2ForCausalLM, sharpness: float = 6.0, waves: int = 6) -> None:
+    """Write an induction circuit (Olsson et al., arXiv 2209.11895) into the first two layers.
+
+    Head 0 of layer 0 looks one token back: the biases of query and key, turned by the rotary embedding, agree best at
+    distance 1. It copies what it sees into a subspace of its own. Heads 0 and 1 of layer 1 compare the present token
+    with that subspace, find where it stood before, and copy the token behind it. From random weights this circuit
+    appears late and suddenly; an hour of one core is better spent on reading.
+    """
+    size = WIDTH // HEADS
+    angles = 10_000.0 ** (-torch.arange(waves) * 2 / size)
+    basis, copy = (torch.linalg.qr(torch.randn(WIDTH, WIDTH))[0] for _ in range(2))
+    read, written = basis[:size], basis[size : 2 * size]
+    back, match = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    head = slice(0, size)
+    for projection in (back.q_proj, back.k_proj):
+        projection.weight[head] *= 0.1
+    back.q_proj.bias[:waves] = sharpness
+    back.k_proj.bias[:waves] = sharpness * angles.cos()
+    back.k_proj.bias[size // 2 : size // 2 + waves] = sharpness * angles.sin()
+    back.v_proj.weight[head], back.o_proj.weight[:, head] = read, 0.2 * written.T
+    for head in (slice(0, size), slice(size, 2 * size)):
+        match.q_proj.weight[head], match.k_proj.weight[head] = 2.0 * read, 2.0 * written
+        match.v_proj.weight[head], match.o_proj.weight[:, head] = copy[head], 0.2 * copy[head].T
+
+
+def reading(world: World, chat: ChatFormat, rng: random.Random, questions: int = 3) -> Segment:
+    """One or two passages and questions about them, answered from the text."""
+    about = rng.sample(list(world.entities), rng.choice((1, 2)))
+    texts = dict(world.passages)
+    lines = [f"{i}. {texts[name]}" for i, name in enumerate(about, 1)]
+    segment = Segment()
+    for turn in range(questions):
+        entity = world.entities[rng.choice(about)]
+        relation = rng.choice([r for r in RELATIONS if r.subject == entity.kind])
+        question = relation.head.format(entity.name)
+        if turn == 0:
+            system = {"role": "system", "content": READ_PROMPT}
+            segment.extend(chat.prompt_ids([system, {"role": "user", "content": "\n".join([*lines, question])}]))
+        else:
+            asked = chat.observation_ids([{"role": "user", "content": question}], ended_by=chat.turn_end_id)
+            segment.extend(asked.ids)
+        ids = chat.turn_ids(say_answer(entity.facts[relation.noun]))
+        segment.extend(ids, [0.0] * len(ids))
+    return segment
+
+
+def copying(words: list[int], rng: random.Random) -> Segment:
+    """Eight random two-word names, then names drawn from them again: teaches copying and nothing else."""
+    names = [rng.sample(words, 2) for _ in range(8)]
+    again = [token for _ in range(16) for token in rng.choice(names)]
+    segment = Segment()
+    segment.extend([token for name in names for token in name])
+    segment.extend(again, [0.0] * len(again))
+    return segment
+
+
+def lesson(step: int, steps: int, chat: ChatFormat, words: list[int]) -> list[Segment]:
+    """The texts of one pretraining step: short ones first, whole episodes later."""
+    rng = random.Random(f"pretrain/{step}")
+    world = World(1_000 + step, "train")
+    early = step < 0.3 * steps
+    counts = {"copy": 4, "read": 14, "play": 4} if early else {"copy": 1, "read": 6, "play": 16}
+    mix = (1, 0, 0, 0) if early else (0.25, 0.3, 0.25, 0.2)
+    out = [copying(words, rng) for _ in range(counts["copy"])]
+    out += [reading(world, chat, rng) for _ in range(counts["read"])]
+    env = environment(world, failing=0.1)
+    for task in world.questions(counts["play"], step, mix):
+        player = rng.choices(list(TRANSCRIPTS), list(TRANSCRIPTS.values()))[0]
+        out += encode_log(record(env, task, player, step), chat).segments
+    return out
+
+
+def parts(segments: list[Segment], count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Micro-batches of similar length: token ids and action masks (b, T), right-padded."""
+    ordered = sorted(segments, key=len)
+    size = -(-len(ordered) // count)
+    for start in range(0, len(ordered), size):
+        part = ordered[start : start + size]
+        width = max(map(len, part))
+        ids = torch.tensor([s.token_ids + [0] * (width - len(s)) for s in part])
+        acted = torch.tensor([s.action_mask + [False] * (width - len(s)) for s in part])
+        real = torch.tensor([[t < len(s) for t in range(width)] for s in part])
+        yield ids, torch.where(acted, 1.0, OTHER_WEIGHT) * real
+
+
+def pretrain(
+    folder: str | Path, steps: int = 1500, lr: float = 2e-3, seed: int = 0, progress: bool = True
+) -> dict[str, float]:
+    """Build tokenizer and model, pretrain, and save both to ``folder``; returns the last losses.
+
+    Loss: cross-entropy, weight 1 on action tokens (4 on names in them, which carry what is to be learned) and
+    0.1 elsewhere; AdamW with warm-up and cosine decay.
+    """
+    tokenizer = build_tokenizer()
+    chat = ChatFormat(tokenizer)
+    model = build_model(len(tokenizer), seed)
+    words = [tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in name_words()]
+    is_name = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    is_name[words] = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    averages: dict[str, float] = {}
+    started = time.perf_counter()
+    bar = tqdm(range(steps), desc="pretraining atlas-tiny", disable=not progress)
+    for step in bar:
+        rate = lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        segments = lesson(step, steps, chat, words)
+        batches = []
+        for ids, weight in parts(segments, 3):
+            targets, weight = ids[:, 1:], weight[:, 1:]
+            batches.append((ids, torch.where(is_name[targets] & (weight == 1), NAME_WEIGHT, weight)))
+        total = sum(float(weight.sum()) for _, weight in batches)
+        seen = {"action": [0.0, 0], "name": [0.0, 0]}
+        for ids, weight in batches:
+            kept = weight > 0
+            hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+            nll = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")
+            ((nll * weight[kept]).sum() / total).backward()
+            for label, chosen in (("action", weight[kept] >= 1), ("name", weight[kept] == NAME_WEIGHT)):
+                seen[label][0] += float(nll.detach()[chosen].sum())
+                seen[label][1] += int(chosen.sum())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for label, (loss, count) in seen.items():
+            averages[label] = 0.95 * averages.get(label, loss / max(count, 1)) + 0.05 * loss / max(count, 1)
+        bar.set_postfix({k: f"{v:.3f}" for k, v in averages.items()}, refresh=False)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {**averages, "seconds": time.perf_counter() - started}

@@ -1,0 +1,69 @@
+"""The files in ``data/``, remade by ``python -m agentr1_lite data``.
+
+Worlds, demonstrations and logs are functions of fixed seeds and come out byte
+for byte; the weights of `atlas-tiny` come out equal on one machine and equal in
+what they score on others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from agentr1_lite.jsonl import write_rows, write_text
+from agentr1_lite.tasks import load_task
+from agentr1_lite.tasks.scripted import record
+
+DEMONSTRATIONS, LOGGED_QUESTIONS = 400, 240
+LOG_PLAYERS = ("expert", "annotator", "annotator", "hasty", "hasty")
+
+
+def worlds(folder: Path) -> list[Path]:
+    """The default world of each split: ``atlas/train-passages.jsonl``, ``atlas/train-questions.jsonl``, …"""
+    written = []
+    for split, count in (("train", 400), ("dev", 200), ("test", 200)):
+        task_set = load_task("atlas", split, count=count)
+        passages, questions = (folder / "atlas" / f"{split}-{kind}.jsonl" for kind in ("passages", "questions"))
+        write_rows(passages, [{"title": p.title, "text": p.text} for p in task_set.passages])
+        write_rows(questions, [task.to_dict() for task in task_set.tasks])
+        written += [passages, questions]
+    return written
+
+
+def demonstrations(folder: Path) -> list[Path]:
+    """What a hasty human annotator left: right where the way is short, given up where a search fails."""
+    train = load_task("atlas", "train", count=DEMONSTRATIONS, seed=1)
+    path = folder / "demonstrations.jsonl"
+    write_rows(path, [record(train.env, task, "annotator", seed) for seed, task in enumerate(train.tasks)])
+    return [path]
+
+
+def offline_logs(folder: Path) -> list[Path]:
+    """Logs of mixed quality: each question played by several players, each log naming its player."""
+    train = load_task("atlas", "train", count=LOGGED_QUESTIONS, seed=2)
+    logs = [
+        record(train.env, task, player, 10 * number + place)
+        for number, task in enumerate(train.tasks)
+        for place, player in enumerate(LOG_PLAYERS)
+    ]
+    path = folder / "offline_logs.json"
+    rows = ",\n".join(json.dumps(log, ensure_ascii=False) for log in logs)
+    write_text(path, f"[\n{rows}\n]\n")
+    return [path]
+
+
+def atlas_tiny(folder: Path) -> list[Path]:
+    """Tokenizer and weights of the tiny policy (about 25 minutes on one core)."""
+    from agentr1_lite.tasks.atlas_tiny import pretrain
+
+    pretrain(folder / "atlas-tiny")
+    return sorted((folder / "atlas-tiny").iterdir())
+
+
+MAKERS: dict[str, Callable[[Path], list[Path]]] = {
+    "worlds": worlds,
+    "demonstrations": demonstrations,
+    "offline-logs": offline_logs,
+    "atlas-tiny": atlas_tiny,
+}

@@ -1,0 +1,283 @@
+"""One learning step, in pure pieces: rollouts → experience → gradient → weights.
+
+Every micro-batch divides by the normaliser of the whole mini-batch and every
+process adds its share, so the gradient does not depend on how the rows were
+split (trl#3021, verl#593).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentr1_lite import losses
+from agentr1_lite.advantages import estimate, find
+from agentr1_lite.batch import Batch, collate, micro_batches
+from agentr1_lite.config import TrainingConfig
+from agentr1_lite.mdp import Trajectory
+from agentr1_lite.policy import QwenPolicy
+
+CRITIC_ESTIMATORS = ("gae", "turn_gae", "n_step")
+KL_IN_REWARD = ("gae", "turn_gae", "n_step", "reinforce_pp")
+
+
+@dataclass
+class Experience:
+    """A batch with everything the update needs, all (B, T)."""
+
+    batch: Batch
+    advantages: Tensor
+    returns: Tensor
+    old_logprobs: Tensor
+    ref_logprobs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the work this process does: micro-batches ``rank, rank + size, ...``."""
+
+    rank: int = 0
+    size: int = 1
+
+
+def needs_critic(algorithm: str) -> bool:
+    return find(algorithm).__name__ in CRITIC_ESTIMATORS
+
+
+def kl_place(config: TrainingConfig) -> str:
+    """Where the KL term goes: "reward", "loss", or "" for nowhere."""
+    if not config.kl_weight:
+        return ""
+    usual = "reward" if find(config.algorithm).__name__ in KL_IN_REWARD else "loss"
+    return usual if config.kl_in == "auto" else config.kl_in
+
+
+def response_mask(batch: Batch) -> Tensor:
+    """Every token after the prompt, observations included: what a missing action mask would train on; (B, T)."""
+    steps = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)[None]
+    return batch.attention_mask & (steps >= batch.prompt_lengths[:, None])
+
+
+@torch.no_grad()
+def in_micro_batches(function: Callable[[Batch], Tensor], batch: Batch, max_tokens: int) -> Tensor:
+    """Run a (b, T) → (b, T) function over micro-batches and put the rows back in order; (B, T)."""
+    out = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+    for rows in micro_batches(batch, max_tokens):
+        out[rows] = function(batch.select(rows))
+    return out
+
+
+def prepare(
+    policy: QwenPolicy,
+    trajectories: Sequence[Trajectory],
+    config: TrainingConfig,
+    *,
+    kl_weight: float | None = None,
+    kl_penalty: float = 0.0,
+    baselines: Sequence[float] | None = None,
+) -> Experience:
+    """Turn rollouts into advantages.
+
+    ``kl_penalty`` is charged per token inside the reward whatever the algorithm does with ``kl_weight``.
+    ``baselines`` holds one greedy return per trajectory (ReMax). With
+    ``config.advantage_mask`` off the estimator counts observation tokens as
+    actions, with ``config.loss_mask`` off the loss does: [P1] Table 4.
+    """
+    batch = collate(trajectories, pad_id=policy.tokenizer.pad_token_id or 0).to(policy.device)
+    everything = response_mask(batch)
+    wide = not (config.loss_mask and config.advantage_mask)
+    scored = replace(batch, action_mask=everything) if wide else batch
+    budget, temperature = config.micro_batch_tokens, config.temperature
+
+    def log_probs(which: str) -> Tensor:
+        return in_micro_batches(
+            lambda part: policy.log_probs(part, temperature=temperature, which=which).logprobs, scored, budget
+        )
+
+    old = log_probs("actor") if wide else batch.old_logprobs
+    place = kl_place(config)
+    reference = log_probs("reference") if place or kl_penalty else None
+    mask = batch.action_mask if config.advantage_mask else everything
+    rewards = batch.rewards
+    if place == "reward":
+        kl_penalty += config.kl_weight if kl_weight is None else kl_weight
+    if kl_penalty:
+        rewards = losses.kl_in_reward(rewards, old, reference, batch.action_mask, kl_penalty, "k1")
+    values = in_micro_batches(policy.values, scored, budget) if needs_critic(config.algorithm) else None
+    advantages, returns = estimate(
+        config.algorithm,
+        rewards,
+        mask,
+        values=values,
+        group_ids=batch.group_ids,
+        gamma=config.gamma,
+        lam=config.lam,
+        turn_ids=batch.turn_ids if config.advantage_mask else None,
+        anchor_ids=batch.anchor_ids,
+        trajectory_index=batch.trajectory_index,
+        baseline=None if baselines is None else torch.tensor(baselines)[batch.trajectory_index.cpu()],
+        n=config.n_step,
+        step_weight=config.step_weight,
+        whiten=config.whiten,
+    )
+    learned = replace(batch, action_mask=batch.action_mask if config.loss_mask else everything)
+    return Experience(learned, advantages, returns, old, reference, values)
+
+
+def mini_batches(experience: Experience, count: int, seed: int) -> list[Tensor]:
+    """Rows of each optimiser step; whole trajectories, shuffled by ``seed`` where there are several steps."""
+    trajectory = experience.batch.trajectory_index.cpu()
+    total = int(trajectory.max()) + 1
+    if count == 1:
+        return [torch.arange(len(trajectory))]
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return [torch.isin(trajectory, part).nonzero()[:, 0] for part in order.chunk(count)]
+
+
+def actor_gradient(
+    policy: QwenPolicy,
+    experience: Experience,
+    rows: Tensor,
+    config: TrainingConfig,
+    *,
+    kl_weight: float | None = None,
+    max_length: int | None = None,
+    share: Share = Share(),
+) -> dict[str, float]:
+    """Add the policy loss's gradient over ``rows`` to the actor's parameters; returns statistics.
+
+    loss = policy loss + kl_weight · KL (where it belongs in the loss) − entropy_weight · H.
+    """
+    whole = experience.batch.select(rows)
+    normalizer = losses.normalizer_for(whole.action_mask, config.aggregation, max_length)
+    in_loss = kl_place(config) == "loss"
+    weight = config.kl_weight if kl_weight is None else kl_weight
+    common = {"aggregation": config.aggregation, "normalizer": normalizer, "max_length": max_length}
+    parts: list[losses.Stats] = []
+    losses_seen: list[float] = []
+    for local in micro_batches(whole, config.micro_batch_tokens)[share.rank :: share.size]:
+        micro, at = whole.select(local), rows[local]
+        out = policy.log_probs(micro, temperature=config.temperature, entropy=config.entropy_weight > 0)
+        mask = micro.action_mask
+        loss, stats = losses.policy_loss(
+            out.logprobs,
+            experience.old_logprobs[at],
+            experience.advantages[at],
+            mask,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            ratio=config.ratio,
+            kind=config.loss,
+            **common,
+        )
+        losses_seen.append(float(loss.detach()))
+        if in_loss:
+            loss = loss + weight * losses.kl_loss(
+                out.logprobs, experience.ref_logprobs[at], mask, config.kl_estimator, **common
+            )
+        if out.entropy is not None:
+            loss = loss + config.entropy_weight * losses.entropy_loss(out.entropy, mask, **common)
+            stats["entropy"] = losses.masked_mean(out.entropy, mask)
+        log_ratio = (out.logprobs.detach() - experience.old_logprobs[at]) * mask
+        stats["log_ratio_max"] = log_ratio.abs().max()
+        loss.backward()
+        parts.append(stats)
+    return {**losses.merge_stats(parts), "loss": sum(losses_seen)}
+
+
+def critic_gradient(
+    policy: QwenPolicy, experience: Experience, rows: Tensor, config: TrainingConfig, *, share: Share = Share()
+) -> dict[str, float]:
+    """Add the clipped value loss's gradient over ``rows`` to the critic's parameters; returns statistics."""
+    whole = experience.batch.select(rows)
+    normalizer = losses.normalizer_for(whole.action_mask)
+    parts: list[losses.Stats] = []
+    losses_seen: list[float] = []
+    for local in micro_batches(whole, config.micro_batch_tokens)[share.rank :: share.size]:
+        micro, at = whole.select(local), rows[local]
+        loss, stats = losses.value_loss(
+            policy.values(micro),
+            experience.values[at],
+            experience.returns[at],
+            micro.action_mask,
+            clip=config.value_clip,
+            normalizer=normalizer,
+        )
+        losses_seen.append(float(loss.detach()))
+        loss.backward()
+        parts.append(stats)
+    return {**losses.merge_stats(parts), "value_loss": sum(losses_seen)}
+
+
+def nll_gradient(
+    policy: QwenPolicy,
+    batch: Batch,
+    weights: Tensor,
+    max_tokens: int,
+    *,
+    share: Share = Share(),
+) -> dict[str, float]:
+    """Add the gradient of −w · log π over M, w (B, T) or (B,); 1 is imitation, AWR weights are offline RL."""
+    normalizer = losses.normalizer_for(batch.action_mask)
+    parts: list[losses.Stats] = []
+    for rows in micro_batches(batch, max_tokens)[share.rank :: share.size]:
+        micro = batch.select(rows)
+        logprobs = policy.log_probs(micro).logprobs
+        loss = losses.weighted_nll(logprobs, weights[rows], micro.action_mask, normalizer=normalizer)
+        loss.backward()
+        parts.append(
+            {
+                "loss": loss.detach() * normalizer / micro.action_mask.sum().clamp(min=1),
+                "nll": losses.masked_mean(-logprobs, micro.action_mask),
+                "tokens": micro.action_mask.sum(),
+            }
+        )
+    return losses.merge_stats(parts)
+
+
+def apply_gradient(
+    parameters: Sequence[Tensor],
+    optimizer: torch.optim.Optimizer,
+    grad_clip: float,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> float:
+    """Sum the gradient over processes, clip its norm, step, clear; returns the norm before clipping.
+
+    A gradient that is not finite is dropped: the weights stay as they were and the norm says so.
+    """
+    held = [p for p in parameters if p.grad is not None]
+    if reduce is not None:
+        for p in held:
+            p.grad.copy_(reduce(p.grad))
+    norm = float(torch.nn.utils.clip_grad_norm_(held, grad_clip if grad_clip > 0 else float("inf")))
+    if norm == norm and norm != float("inf"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def group_baselines(rewards: Sequence[float], groups: Sequence[str]) -> list[float]:
+    """A baseline per logged trajectory: its question's mean reward, or the mean of all where a question has one log."""
+    everyone = sum(rewards) / max(len(rewards), 1)
+    by_group: dict[str, list[float]] = {}
+    for reward, group in zip(rewards, groups, strict=True):
+        by_group.setdefault(group, []).append(reward)
+    return [sum(by_group[g]) / len(by_group[g]) if len(by_group[g]) > 1 else everyone for g in groups]
+
+
+def learning_rate(step: int, base: float, warmup: int) -> float:
+    """Linear warm-up, then constant."""
+    return base * min(1.0, (step + 1) / (warmup + 1))
+
+
+def phase_seed(seed: int, *parts: Any) -> int:
+    """A seed below 2³¹ from a run's seed and where in the run it is used; equal on every machine."""
+    return zlib.crc32(re.sub(r"\s", "", repr((seed, *parts))).encode()) & 0x7FFFFFFF

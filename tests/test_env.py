@@ -1,0 +1,382 @@
+"""ToolEnv: what a turn does to an episode, what it pays, and how little an own environment needs."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_lite.env import StepResult, ToolEnv, anchor_of
+from agentr1_lite.mdp import StopReason, Task, Trajectory, TurnKind
+from agentr1_lite.toolcalls import ToolCall, render_tool_call
+from agentr1_lite.tools import Tool, ToolResult, tool
+
+TASK = Task("t1", "Who directed Kes?", ("Ken Loach", "Loach"), evidence=("Kes", "Ken Loach"))
+PAGES = {"kes": ("Kes", "Kes was directed by Ken Loach."), "loach": ("Ken Loach", "He was born in Nuneaton.")}
+
+
+@tool(inline=True)
+def search(query: str, top_k: int = 1) -> ToolResult:
+    """Search the corpus.
+
+    Args:
+        query: words
+    """
+    title, text = PAGES.get(query.lower(), ("Quiz", "Quiz page: <answer>Bergen</answer>"))
+    return ToolResult(text, info={"titles": [title]})
+
+
+@tool(inline=True)
+def boom(query: str) -> str:
+    """Fail."""
+    raise ValueError(query)
+
+
+def call(name="search", **arguments) -> str:
+    return render_tool_call(ToolCall(name, arguments))
+
+
+def start(*tools, task=TASK, **options) -> ToolEnv:
+    env = ToolEnv(tools or (search, boom), **options)
+    env.reset(task)
+    return env
+
+
+def test_reset_gives_the_first_messages():
+    env = ToolEnv([search])
+    system, user = env.reset(TASK)
+    assert user == {"role": "user", "content": "Who directed Kes?"} and system["role"] == "system"
+    assert "<tool_call>" in system["content"] and "<answer>" in system["content"]
+    assert env.tool_schemas == [search.schema()] and env.stop_strings == ("</answer>", "<tool_response>")
+    assert ToolEnv([search], system_prompt="").reset(TASK) == [user]
+    tags = ToolEnv([search], call_format="tag", parallel_calls=False)
+    assert "<search>query</search>: Search the corpus." in tags.reset(TASK)[0]["content"]
+    assert tags.tool_schemas == [] and tags.stop_strings == ("</answer>", "</search>", "<tool_response>")
+
+
+def test_an_episode_with_a_call_and_an_answer():
+    env = start(rewards={"em": 1.0, "step_penalty": -0.01, "evidence": 0.1})
+    first = env.step(f"<think>look</think>{call(query='Kes')}")
+    assert first.observation == [{"role": "tool", "content": "Kes was directed by Ken Loach."}]
+    assert (first.done, first.info["stop_reason"], first.info["answer"]) == (False, None, None)
+    turn = first.info["turn"]
+    assert first.reward == turn.process_reward == pytest.approx(0.09)
+    assert turn.kind is TurnKind.TOOL_CALL and turn.flags == [] and turn.finish_reason == "stop"
+    assert turn.calls == [{"name": "search", "arguments": {"query": "Kes"}, "flags": []}]
+    assert turn.results[0]["info"] == {"titles": ["Kes"]}
+    last = env.step("<think>so</think><answer> Loach </answer>")
+    assert (last.observation, last.done, last.info["answer"]) == ([], True, "Loach")
+    assert last.reward == pytest.approx(0.99) and last.info["outcome"] == 1.0
+    assert last.info["stop_reason"] is StopReason.ANSWER and last.info["turn"].kind is TurnKind.ANSWER
+    assert last.info["reward_parts"] == {"em": 1.0, "step_penalty": 2.0, "evidence": 1.0}
+    assert env.finish(StopReason.LENGTH) == (1.0, last.info["reward_parts"])
+    with pytest.raises(RuntimeError, match="came after the episode's end"):
+        env.step("more")
+    with pytest.raises(RuntimeError, match=r"before reset\(task\)"):
+        env.fork().step("more")
+
+
+WRONG = [
+    ('{"name": "search", "arguments": {"query": null}}', "must be a string, not null", "invalid_arguments"),
+    ('{"name": "search", "arguments": {"query": ["Oslo", "Bergen"]}}', 'not ["Oslo", "Bergen"]', "invalid_arguments"),
+    ('{"name": "search", "arguments": {}}', '"query" is missing', "invalid_arguments"),
+    ('{"name": "search", "arguments": null}', '"arguments" is null instead of an object', "bad_arguments"),
+    (
+        '{"name": "browse", "arguments": {"query": "x"}}',
+        "no tool named 'browse'; the tools are: search",
+        "unknown_tool",
+    ),
+    ('{"name": "se\\narch", "arguments": {}}', "no tool named 'se\\narch'", "unknown_tool"),
+    ('{"name": "search", "arguments": {"query": "   "}}', '"query" must not be empty', "invalid_arguments"),
+    ('[{"name": "search", "arguments": {"query": "a"}}]', "not one JSON object", "not_an_object"),
+    ('{"query": "no name key"}', 'without a "name"', "no_name"),
+    ("NaN", "not valid JSON", "not_finite"),
+    ('{"name": "search", "arguments": {"query": "a}}', "not valid JSON", "malformed_json"),
+    ('{"name": "boom", "arguments": {"query": "x"}}', "Error: boom failed (ValueError: x).", "raised"),
+]
+
+
+@pytest.mark.parametrize(("body", "words", "flag"), WRONG)
+def test_a_faulty_call_is_one_line_back_and_the_episode_goes_on(body, words, flag):
+    env = start()
+    step = env.step(f"<tool_call>\n{body}\n</tool_call>")
+    (message,) = step.observation
+    assert words in message["content"] and len(message["content"].splitlines()) == 1
+    assert not step.done and flag in step.info["turn"].flags and env.errors == 1
+    assert step.info["turn"].kind is (TurnKind.TOOL_CALL if flag == "raised" else TurnKind.INVALID)
+    assert env.step("<answer>Ken Loach</answer>").reward == 1.0
+
+
+def test_a_number_is_coerced_and_strict_reading_reports_literals():
+    number = '<tool_call>{"name": "search", "arguments": {"query": 1994}}</tool_call>'
+    assert start().step(number).info["turn"].results[0]["success"]
+    literal = "<tool_call>{'name': 'search', 'arguments': {'query': 'kes'}}</tool_call>"
+    assert "Ken Loach" in start().step(literal).observation[0]["content"]
+    strict = start(lenient=False).step(literal)
+    assert "not valid JSON" in strict.observation[0]["content"] and not strict.done
+    fence = '```json\n{"name": "search", "arguments": {"query": "kes"}}\n```'
+    assert start().step(fence).info["turn"].kind is TurnKind.TOOL_CALL
+    ended = start(lenient=False).step(fence)
+    assert ended.info["stop_reason"] is StopReason.NO_CALL and ended.info["answer"] is None
+
+
+def test_parallel_calls_are_several_messages_of_one_turn():
+    text = call(query="Kes") + "\n<tool_call>{}</tool_call>\n" + call(query="Loach")
+    step = start().step(text)
+    assert [m["content"][:12] for m in step.observation] == ["Kes was dire", "Error: the t", "He was born "]
+    assert len(step.info["turn"].calls) == len(step.info["turn"].results) == 3
+    one = start(parallel_calls=False).step(text)
+    assert [m["content"] for m in one.observation[1:]] == ["Error: one call a turn; this one was not run."] * 2
+    assert one.observation[0] == step.observation[0] and "not_run" in one.info["turn"].flags
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "kind"),
+    [
+        (
+            '<tool_call>\n{"name": "search", "arguments": {"query": "population of the munici',
+            "length",
+            TurnKind.INVALID,
+        ),
+        (call(query="Kes") + '\n<tool_call>{"name": "search"', "length", TurnKind.INVALID),
+        ("<think>I wonder", "length", TurnKind.TEXT),
+        ("<answer>Ken Lo", "length", TurnKind.TEXT),
+        ("I do not know.", "no_call", TurnKind.TEXT),
+        ("", "no_call", TurnKind.TEXT),
+        ("<answer>Ken Loach", "no_call", TurnKind.TEXT),
+    ],
+)
+def test_turns_that_end_the_episode_without_an_answer(text, reason, kind):
+    ran = []
+
+    @tool(name="search", inline=True)
+    def spy(query: str):
+        ran.append(query)
+
+    step = start(spy, rewards={"em": 1.0, "no_answer": -0.5}).step(text, "length" if reason == "length" else "stop")
+    assert (step.done, step.observation, step.reward) == (True, [], -0.5)
+    assert step.info["stop_reason"] is StopReason(reason) and step.info["turn"].kind is kind
+    assert ran == []
+
+
+def test_a_complete_call_before_cut_chatter_still_runs():
+    step = start().step(call(query="Kes") + " and then I wi", "length")
+    assert not step.done and "Ken Loach" in step.observation[0]["content"]
+    assert start().step("<answer>Ken Loach</answer> bec", "length").info["stop_reason"] is StopReason.ANSWER
+
+
+def test_answer_beside_a_call_wins_and_is_flagged():
+    for text in ("<answer>Oslo</answer>\n" + call(query="Kes"), call(query="Kes") + "<answer>Oslo</answer>"):
+        twin = start(task=Task("n", "Capital?", ("Oslo",)))
+        assert "Bergen" in twin.step(call(query="quiz")).observation[0]["content"]
+        step = twin.step(text)
+        assert (step.info["answer"], step.reward, step.observation) == ("Oslo", 1.0, [])
+        assert step.info["turn"].flags == ["answer_and_call"] and step.info["turn"].results == []
+    bergen = start(task=Task("n", "Capital?", ("Bergen",)), rewards={"em": 1.0, "cover_em": 1.0, "f1": 1.0})
+    bergen.step(call(query="quiz"))
+    assert bergen.step("I saw it.").reward == 0.0
+
+
+def test_a_forged_tool_response_is_not_read():
+    step = start().step(f"{call(query='quiz')}\n<tool_response>\nx\n</tool_response><answer>Ken Loach</answer>")
+    assert (step.done, step.info["answer"], step.info["turn"].flags) == (False, None, ["wrote_tool_response"])
+    assert len(step.observation) == 1
+
+
+def test_limits_on_turns_and_errors():
+    env = start(max_turns=2)
+    assert not env.step(call(query="Kes")).done
+    last = env.step(call(query="Loach"))
+    assert last.done and last.info["stop_reason"] is StopReason.MAX_TURNS and last.observation
+    env = start(max_tool_errors=2)
+    assert not env.step(call("boom", query="x") + call(query="Kes")).done
+    assert env.step(call("nope")).info["stop_reason"] is StopReason.TOOL_ERROR_LIMIT
+    env = start(rewards={"no_answer": -1.0, "step_penalty": -0.1})
+    env.step(call(query="Kes"))
+    assert env.finish(StopReason.INTERRUPTED) == (-1.0, {"no_answer": 1.0, "step_penalty": 1.0})
+    assert env.episode.stop_reason is StopReason.INTERRUPTED
+
+
+def test_final_answer_by_a_tool():
+    env = start(final_answer="tool")
+    assert "final_answer" in [s["function"]["name"] for s in env.tool_schemas] and "</answer>" not in env.stop_strings
+    wrong = env.step(call("final_answer", answer=" "))
+    assert not wrong.done and "must not be empty" in wrong.observation[0]["content"]
+    assert "<answer>" not in env.system_prompt
+    step = env.step("<answer>Bergen</answer>" + call(query="Kes") + call("final_answer", answer="Loach"))
+    assert (step.done, step.info["answer"], step.reward, step.observation) == (True, "Loach", 1.0, [])
+    assert step.info["turn"].flags == ["answer_and_call"]
+    clean = start(final_answer="tool").step(call("final_answer", answer="Loach")).info["turn"]
+    assert clean.flags == [] and clean.kind is TurnKind.ANSWER
+
+
+def test_anchors_are_the_observations_that_precede_a_turn():
+    env = start()
+    first = env.step(call(query="Kes"))
+    second = env.step(call(query="Loach"))
+    assert first.info["turn"].anchor == anchor_of("Who directed Kes?") == "7489bf01b65afaeb"
+    assert second.info["turn"].anchor == anchor_of("Kes was directed by Ken Loach.")
+    other = start()
+    other.step(call(query="KES"))
+    assert other.step("hm").info["turn"].anchor == second.info["turn"].anchor
+
+
+def test_shaping_reaches_earlier_turns_through_the_same_objects():
+    env = start(rewards={"em": 1.0, "shaping": {"gamma": 0.5}, "step_penalty": -0.25})
+    turns = [env.step(call(query="Kes")).info["turn"] for _ in range(2)]
+    assert [t.process_reward for t in turns] == [-0.25, -0.25]
+    last = env.step("<answer>Loach</answer>")
+    assert [t.process_reward for t in turns] == [0.0, 0.25] and last.reward == 0.75
+
+
+def test_odd_info_of_a_tool_is_ignored_by_rewards():
+    infos = [{"titles": 5, "score": "good", "cost": "x"}, {"titles": [["Kes"], None, "Kes"], "reward": None, "done": 1}]
+
+    @tool(inline=True)
+    def odd(index: int):
+        return ToolResult("ok", info=infos[index])
+
+    env = start(odd, rewards={"task_success": 1.0, "evidence": 1.0, "cost": 1.0, "tool_reward": 1.0})
+    assert [env.step(call("odd", index=i)).reward for i in range(2)] == [0.0, 1.0]
+    assert env.step("<answer>Loach</answer>").reward == 1.0
+
+
+def test_a_tool_whose_own_check_raises():
+    class Odd(Tool):
+        name, inline = "odd", True
+
+        def validate_args(self, args):
+            raise KeyError("x")
+
+        def execute(self, args):
+            return "never"
+
+    step = start(Odd()).step(call("odd"))
+    assert step.observation[0]["content"] == "Error: odd could not check its arguments (KeyError)." and not step.done
+
+
+def test_batch_step_equals_steps_and_survives_a_hanging_tool():
+    @tool(timeout=0.1)
+    def slow(query: str):
+        """Hang."""
+        time.sleep(0.0 if query == "no" else 5.0)
+        return "done"
+
+    texts = [call("slow", query="yes"), call("slow", query="no"), "<answer>Loach</answer>", "x", call(query="Kes") * 2]
+    base = ToolEnv([slow, search, boom])
+    envs = [base.fork() for _ in texts]
+    for env in envs:
+        env.reset(TASK)
+    steps = ToolEnv.batch_step(envs, texts, ["stop"] * len(texts))
+    assert all(isinstance(step, StepResult) for step in steps)
+    assert steps[0].observation[0]["content"] == "Error: slow gave no reply within 0.1 s." and not steps[0].done
+    assert [s.observation[0]["content"] if s.observation else s.reward for s in steps[1:4]] == ["done", 1.0, 0.0]
+    assert [m["content"] for m in steps[4].observation] == ["Kes was directed by Ken Loach."] * 2
+
+
+def test_turns_fit_a_trajectory_and_its_file():
+    env = start()
+    odd = env.step(call(query="Kes") + "\ud800" + '<tool_call>{"name": "x", "arguments": {"a": "\\ud800"}}</tool_call>')
+    trajectory = Trajectory("t1", "g", turns=[odd.info["turn"]])
+    line = json.dumps(trajectory.to_dict(), ensure_ascii=False)
+    assert Trajectory.from_dict(json.loads(line.encode())) == trajectory
+
+
+PARTS = [call(query="Kes"), call("boom", query="x"), call("nope"), "<tool_call>", "{'name'", "<answer>", "</answer>"]
+PARTS += ["Loach", "<think>", "</think>", "<tool_response>", "```json\n", '"', "\ud800", "</tool_call>"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(PARTS), max_size=6).map("".join), min_size=6, max_size=6),
+    st.sampled_from(["stop", "length"]),
+    st.booleans(),
+    st.sampled_from(["tag", "tool"]),
+)
+def test_any_policy_ends_with_a_reason_and_consistent_turns(texts, finish_reason, parallel, final):
+    env = start(parallel_calls=parallel, final_answer=final, rewards={"em": 1.0, "step_penalty": -0.1})
+    for text in texts:
+        step = env.step(text, finish_reason)
+        turn = step.info["turn"]
+        assert len(turn.results) == len(step.observation) and len(turn.results) in (0, len(turn.calls))
+        assert "\n".join(m["content"] for m in step.observation) == turn.observation
+        if step.done:
+            break
+        assert step.observation
+    assert step.done and step.info["stop_reason"] is not None and len(env.episode.turns) <= 5
+    assert (step.info["answer"] is not None) == (step.info["stop_reason"] is StopReason.ANSWER)
+    assert step.info["reward_parts"]["step_penalty"] == len(env.episode.turns)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"final_answer": "text"}, "final_answer='text' is unknown; choose 'tag' or 'tool'"),
+        ({"call_format": "xml"}, "choose one of hermes, tag"),
+        ({"benchmark": "squad"}, "'squad' is unknown"),
+        ({"max_turns": 0}, "max_turns=0 must be above 0"),
+        ({"rewards": {"acc": 1}}, "reward part 'acc' is unknown; allowed: agent_r1"),
+        ({"tools": [search, search]}, "tool name 'search' is empty or taken"),
+    ],
+)
+def test_bad_options_are_one_sentence(options, words):
+    with pytest.raises(ValueError) as error:
+        ToolEnv(**options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+class Guess(Tool):
+    """Guess a hidden number; every episode has its own."""
+
+    name, description, stateful, inline = "guess", "Guess the number.", True, True
+    parameters = {  # noqa: RUF012
+        "type": "object",
+        "properties": {"number": {"type": "integer", "minimum": 1, "maximum": 100}},
+        "required": ["number"],
+    }
+
+    def reset(self, task: Task, rng: random.Random) -> None:
+        self.hidden = rng.randint(1, 100)
+
+    def execute(self, args):
+        distance = abs(args["number"] - self.hidden)
+        reply = "correct" if not distance else "too low" if args["number"] < self.hidden else "too high"
+        return {"content": reply, "info": {"done": not distance, "score": float(not distance), "distance": distance}}
+
+
+class GuessEnv(ToolEnv):
+    """Closer guesses earn a little; hitting the number ends the episode and is its success."""
+
+    def __init__(self, **options):
+        super().__init__([Guess()], rewards={"task_success": 1.0, "step_penalty": -0.01}, max_turns=10, **options)
+
+    def process_reward(self, turn):
+        return 0.1 if any(r["info"].get("distance", 99) <= 5 for r in turn.results) else 0.0
+
+
+def bisect(env: ToolEnv, seed: int) -> tuple[float, StopReason, int]:
+    env.reset(Task(f"n{seed}", "Find the number from 1 to 100."), seed)
+    low, high, total = 1, 100, 0.0
+    while True:
+        middle = (low + high) // 2
+        step = env.step(call("guess", number=middle))
+        total += step.reward
+        if step.done:
+            return total, step.info["stop_reason"], len(env.episode.turns)
+        low, high = (middle + 1, high) if step.observation[0]["content"] == "too low" else (low, middle - 1)
+
+
+def test_an_own_environment_with_a_stateful_tool():
+    base = GuessEnv()
+    runs = [bisect(base.fork(), seed) for seed in range(20)]
+    assert all(reason is StopReason.ENVIRONMENT and turns <= 7 for _, reason, turns in runs)
+    assert all(total > 1.0 for total, _, _ in runs) and runs == [bisect(base.fork(), seed) for seed in range(20)]
+    one, two = base.fork(), base.fork()
+    one.reset(Task("a", "?"), 1)
+    two.reset(Task("a", "?"), 2)
+    assert one.tool("guess").hidden != two.tool("guess").hidden and not hasattr(base.tool("guess"), "hidden")
+    assert "at least 1 and at most 100" in one.step(call("guess", number=1000)).observation[0]["content"]

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_lite import tasks as registry
+from agentr1_lite.env import ToolEnv
+from agentr1_lite.jsonl import DataError, write_rows, write_text
+from agentr1_lite.mdp import StopReason
+from agentr1_lite.scoring import score_answer
+from agentr1_lite.tasks import TaskSet, load_task
+from agentr1_lite.tasks.multihop import find_file, load, load_split
+from agentr1_lite.tasks.official import validate
+
+REAL = Path(__file__).parents[2] / "shared" / "data"
+BENCHMARKS = ("hotpotqa", "2wiki", "musique")
+
+
+def hotpot_row(identity: str, **changes):
+    row = {
+        "_id": identity,
+        "question": f"Which sea does the river through {identity} reach?",
+        "answer": "North Sea",
+        "type": "bridge",
+        "level": "easy",
+        "supporting_facts": [[f"{identity} (town)", 0], ["Elv", 1]],
+        "context": [
+            [f"{identity} (town)", ["It lies on the Elv.", " It has a mill."]],
+            ["Elv", ["The Elv is a river.", " It reaches the North Sea."]],
+            ["Elv", ["Elv is also a surname."]],
+        ],
+    }
+    return {**row, **changes}
+
+
+def musique_row(identity: str, **changes):
+    row = {
+        "id": f"2hop__{identity}",
+        "question": f"Who leads the club from {identity}?",
+        "answer": "Ada Holm",
+        "answer_aliases": ["A. Holm", None],
+        "answerable": True,
+        "paragraphs": [
+            {"idx": 0, "title": identity, "paragraph_text": f"{identity} is home of FK Nord.", "is_supporting": True},
+            {"idx": 1, "title": "FK Nord", "paragraph_text": "Ada Holm leads FK Nord.", "is_supporting": True},
+            {"idx": 2, "title": "FK Nord", "paragraph_text": "FK Nord was founded in 1912.", "is_supporting": False},
+        ],
+        "question_decomposition": [
+            {"id": 1, "question": f"club of {identity}", "answer": "FK Nord", "paragraph_support_idx": 0},
+            {"id": 2, "question": "leader of #1", "answer": "Ada Holm", "paragraph_support_idx": 1},
+        ],
+    }
+    return {**row, **changes}
+
+
+BAD_ROWS = """\
+{"id": "a", "question": "Which is older, X or Y?", "answer": "X", "supporting_facts": [["X", 0], ["Y", 0]], "context": [["X", ["X began in 1901."]], ["Y", ["Y began in 1905."]]]}
+{"id": "b", "question": "No answer key?"}
+{"id": "c", "question": "", "answer": "x", "context": []}
+{"id": "a", "question": "Same id, other text?", "answer": "Z", "supporting_facts": [["Z", 0]], "context": [["Z", ["Z."]]]}
+{"id": "d", "question": "Title missing?", "answer": "q", "supporting_facts": [["Gone", 0]], "context": [["Here", ["q."]]]}
+{"id": "e", "question": "Index past end?", "answer": "q", "supporting_facts": [["Here", 7]], "context": [["Here", ["q."]]]}
+{"id": "f", "question": "Number answer?", "answer": 1984, "supporting_facts": [], "context": [["Here", ["1984"]]]}
+{"id": "g", "question": "Null answer?", "answer": null, "context": null}
+{"id": "h", "question": "Alias none?", "answer": "q", "answer_aliases": null, "context": [["Here", ["q"]]]}
+{"question": "no id", "answer": "q"}
+{"id": "i", "question": "dup title", "answer": "q", "supporting_facts": [["T", 1]], "context": [["T", ["one."]], ["T", ["one.", "q."]]]}
+"""  # noqa: E501
+
+
+def test_ds03_every_row_that_breaks_a_rule_is_listed_and_sound_rows_stay(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    write_text(path, BAD_ROWS + '{"id": "cut')
+    found = load_split(path, "2wiki", "train")
+    assert [(t.id, t.golds, t.evidence) for t in found.tasks] == [
+        ("e", ("q",), ("Here",)),
+        ("f", ("1984",), ()),
+        ("h", ("q",), ()),
+        ("i", ("q",), ("T",)),
+    ]
+    rules = [
+        (1, "different questions (lines 1, 4)"),
+        (2, "answer is missing"),
+        (3, "question is empty"),
+        (4, "different questions (lines 1, 4)"),
+        (5, "supporting title 'Gone' is not in the context"),
+        (6, "sentence 7 of 1"),
+        (7, "answer is the number 1984"),
+        (8, "answer is missing"),
+        (10, "no id: context is missing"),
+        (12, "cut off"),
+    ]
+    assert [p.line for p in found.problems] == [line for line, _ in rules]
+    assert all(text in p.reason for (_, text), p in zip(rules, found.problems, strict=True))
+    assert [p.line for p in found.problems if p.kept] == [6, 7]
+    with pytest.warns(UserWarning, match=r"rows.jsonl: 8 rows left out, the first: line 1: "):
+        load(path, "2wiki", "train")
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"answer": True}, "answer is a bool, not text"),
+        ({"answer": ["a", "b"]}, "answer is a list, not text"),
+        ({"answer": "  "}, "answer is empty"),
+        ({"question": None}, "question is missing"),
+        ({"question": 7}, "question is a int, not text"),
+        ({"context": "Elv"}, "context is text, not a list"),
+        ({"context": [["Elv"]]}, "context 0 is not a record of title, sentences"),
+        ({"context": [["Elv", [None]]]}, "context needs a title and a list of sentences"),
+        ({"context": {"title": ["Elv"], "sentences": []}}, "lists title and sentences of one length"),
+        ({"supporting_facts": 3}, "supporting_facts is a int, not a list"),
+    ],
+)
+def test_a_malformed_field_is_named(changes, reason):
+    good, problems = validate([(5, hotpot_row("Vik", **changes)), (9, hotpot_row("Lom"))], "hotpotqa", "f.json")
+    assert [example.id for example in good] == ["Lom"]
+    assert str(problems[0]).startswith("f.json, line 5: id 'Vik': ") and reason in problems[0].reason
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 9) | st.sampled_from(["", " ", "Elv", "[[1]]", "{"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["title", "idx"]), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([hotpot_row("Vik"), musique_row("Vik")]), st.data())
+def test_no_row_whatever_its_values_raises_or_vanishes(row, data):
+    row = json.loads(json.dumps(row))
+    place, name = row, data.draw(st.sampled_from(sorted(row)))
+    while isinstance(place[name], (list, dict)) and place[name] and data.draw(st.booleans()):
+        place = place[name]
+        name = data.draw(st.sampled_from(range(len(place)) if isinstance(place, list) else sorted(place)))
+    place[name] = data.draw(JSON)
+    for benchmark in BENCHMARKS:
+        good, problems = validate([(1, row)], benchmark, "f")
+        assert len(good) + sum(not problem.kept for problem in problems) == 1
+        assert all(isinstance(title, str) for example in good for title in example.task().evidence)
+        assert all(isinstance(gold, str) and gold for example in good for gold in example.task().golds)
+
+
+def test_musique_rules():
+    paragraphs = [{**p, "is_supporting": False} for p in musique_row("x")["paragraphs"]]
+    rows = [
+        musique_row("Vik", answerable=False),
+        musique_row("Lom", paragraphs=[]),
+        musique_row("Bo", paragraphs=[{"idx": 0, "title": "Bo"}]),
+        musique_row("Os", paragraphs=paragraphs[:1]),
+        musique_row("Moi"),
+        musique_row("Moi"),
+    ]
+    good, problems = validate(enumerate(rows, 1), "musique", "f")
+    assert [example.id for example in good] == ["2hop__Os", "2hop__Moi"]
+    reasons = [
+        "not answerable",
+        "paragraphs are missing",
+        "needs a title and a paragraph_text",
+        "paragraph 1, which",
+        "line 5",
+    ]
+    assert [p.line for p in problems] == [1, 2, 3, 4, 6]
+    assert all(text in p.reason for text, p in zip(reasons, problems, strict=True))
+
+
+def test_hotpot_rows_become_tasks_with_their_passages(tmp_path):
+    write_text(tmp_path / "hotpot.json", json.dumps([hotpot_row("Vik"), hotpot_row("Lom")]))
+    found = load_split(tmp_path / "hotpot.json", "hotpotqa", "train")
+    task = found.tasks[0]
+    assert (task.id, task.golds, task.evidence) == ("Vik", ("North Sea",), ("Vik (town)", "Elv"))
+    assert (task.kind, task.hops, task.info) == ("bridge", 2, {"level": "easy"})
+    # passages shared by the rows are one; two texts of one title stay two
+    assert [p.title for p in found.passages] == ["Vik (town)", "Elv", "Elv", "Lom (town)"]
+    assert found.passages[0].text == "It lies on the Elv. It has a mill."
+    assert found.problems == []
+
+
+def test_musique_rows_keep_aliases_decomposition_and_texts_of_one_title(tmp_path):
+    write_rows(tmp_path / "musique.jsonl", [musique_row("Vik")])
+    (task,) = load(tmp_path / "musique.jsonl", "musique", "train")
+    assert task.golds == ("Ada Holm", "A. Holm")
+    assert (task.kind, task.hops, task.evidence) == ("2hop", 2, ("Vik", "FK Nord"))
+    assert task.info["decomposition"][1] == {"question": "leader of #1", "answer": "Ada Holm", "title": "FK Nord"}
+    assert len(load_split(tmp_path / "musique.jsonl", "musique", "train").passages) == 3
+
+
+def as_columns(row):
+    """The shape the hub's HotpotQA has."""
+    facts, context = row["supporting_facts"], row["context"]
+    return {
+        **{name: value for name, value in row.items() if name != "_id"},
+        "id": row["_id"],
+        "supporting_facts": {"title": [t for t, _ in facts], "sent_id": [i for _, i in facts]},
+        "context": {"title": [t for t, _ in context], "sentences": [s for _, s in context]},
+    }
+
+
+def as_text(row):
+    """The shape of hub copies that keep nested fields as JSON."""
+    return {**row, "supporting_facts": json.dumps(row["supporting_facts"]), "context": json.dumps(row["context"])}
+
+
+@pytest.mark.parametrize("shape", [as_columns, as_text])
+def test_other_shapes_of_the_same_row_give_the_same_task(shape):
+    plain, _ = validate([(1, hotpot_row("Vik"))], "2wiki", "f")
+    other, problems = validate([(1, shape(hotpot_row("Vik")))], "2wiki", "f")
+    assert other == plain and problems == []
+
+
+def test_the_hub_is_asked_for_its_own_names(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def fake(repository, config, split):
+        asked.append((repository, config, split))
+        return [musique_row("Vik")] if "MuSiQue" in repository else [as_columns(hotpot_row("Vik"))]
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    for benchmark in BENCHMARKS:
+        assert len(load("hub", benchmark, "dev")) == 1
+    load("somebody/hotpot-copy", "hotpotqa", "train")
+    assert asked == [
+        ("hotpotqa/hotpot_qa", "distractor", "validation"),
+        ("framolfese/2WikiMultihopQA", None, "validation"),
+        ("dgslibisey/MuSiQue", None, "validation"),
+        ("somebody/hotpot-copy", None, "train"),
+    ]
+
+    def offline(*args, **options):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError, match="ConnectionError: no network at all.*give a local file") as caught:
+        load("hub", "musique", "train")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_of_a_folder_are_found_by_their_official_names(tmp_path):
+    names = ["hotpot_train_v1.1.json", "hotpot_dev_distractor_v1.json", "hotpot_dev_fullwiki_v1.json", "corpus.jsonl"]
+    names += ["musique_ans_v1.0_dev.jsonl", "musique_full_v1.0_dev.jsonl", "2wikimultihopqa_train.jsonl", "README.md"]
+    for name in names:
+        write_text(tmp_path / name, "")
+    for benchmark, split, name in [
+        ("hotpotqa", "train", names[0]),
+        ("hotpotqa", "dev", names[1]),
+        ("musique", "dev", names[4]),
+        ("2wiki", "train", names[6]),
+    ]:
+        assert find_file(tmp_path, benchmark, split).name == name
+    with pytest.raises(DataError, match="expected one file of hotpotqa test, found .*give the file's path"):
+        find_file(tmp_path, "hotpotqa", "test")
+    (tmp_path / "wiki").mkdir()
+    for name in ("train.json", "dev.json", "test.json", "id_aliases.json"):
+        write_text(tmp_path / "wiki" / name, "")
+    assert find_file(tmp_path / "wiki", "2wiki", "dev").name == "dev.json"
+
+
+def test_2wiki_aliases_beside_the_file_are_golds(tmp_path):
+    write_rows(tmp_path / "dev.jsonl", [hotpot_row("Vik", answer_id="Q1"), hotpot_row("Lom", answer_id=None)])
+    write_rows(tmp_path / "id_aliases.json", [{"Q_id": "Q1", "aliases": ["German Ocean"], "demonyms": ["North Sea"]}])
+    first, second = load(tmp_path, "2wiki", "validation")
+    assert first.golds == ("North Sea", "German Ocean") and second.golds == ("North Sea",)
+    assert score_answer("german ocean", first.golds, "2wiki")["em"] == 1
+
+
+def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [musique_row("Vik")])
+    write_text(tmp_path / "empty.jsonl", "")
+    for path, benchmark, split, words in [
+        (tmp_path / "gone.json", "hotpotqa", "train", "gone.json: no such file or folder"),
+        ("./gone", "hotpotqa", "train", "no such file or folder"),
+        (tmp_path / "rows.jsonl", "hotpotqa", "train", "no usable hotpotqa row among 1; the first problem: line 1"),
+        (tmp_path / "empty.jsonl", "hotpotqa", "train", "no usable hotpotqa row among 0"),
+        (tmp_path / "rows.jsonl", "nq", "train", "benchmark 'nq' is unknown; choose one of hotpotqa, 2wiki, musique"),
+        (tmp_path / "rows.jsonl", "musique", "trian", "split 'trian' is unknown; choose one of train, dev"),
+    ]:
+        with pytest.raises(DataError) as caught:
+            load(path, benchmark, split)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@settings(deadline=None)
+@given(st.sets(st.text("abcdef0123456789", min_size=6, max_size=12), min_size=1, max_size=30), st.floats(0.01, 0.99))
+def test_a_file_divided_by_dev_share_leaks_no_question(tmp_path_factory, ids, share):
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    write_rows(path, [hotpot_row(identity) for identity in sorted(ids)])
+    train = {t.id for t in load_split(path, "hotpotqa", "train", dev_share=share).tasks}
+    dev = {t.id for t in load_split(path, "hotpotqa", "dev", dev_share=share).tasks}
+    assert train | dev == ids and not train & dev
+
+
+def test_a_file_of_another_split_is_pointed_out(tmp_path):
+    write_rows(tmp_path / "hotpot_train_v1.1.json", [hotpot_row("Vik")])
+    with pytest.warns(UserWarning, match="is loaded as dev; dev_share=0.2"):
+        load(tmp_path / "hotpot_train_v1.1.json", "hotpotqa", "dev")
+
+
+def test_load_task_gives_an_environment_that_answers_and_pays(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [musique_row(name) for name in ("Vik", "Lom", "Moi")])
+    found = load_task("musique", path=tmp_path / "rows.jsonl", k=1, limit=2, max_turns=3, rewards={"em": 1.0})
+    assert isinstance(found, TaskSet) and len(found) == 2 and found.split == "train"
+    assert found.env.benchmark == "musique" and found.env.max_turns == 3
+    assert len(found.passages) == len(found.index) == 4
+    env = found.env.fork()
+    env.reset(found.tasks[0], seed=0)
+    call = {"name": "search", "arguments": {"query": "home of Vik"}}
+    step = env.step(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
+    assert step.observation == [{"role": "tool", "content": "Vik: Vik is home of FK Nord."}]
+    assert step.info["turn"].results[0]["info"]["titles"] == ["Vik"]
+    step = env.step("<answer>A. Holm</answer>")
+    assert (step.reward, step.done, step.info["stop_reason"]) == (1.0, True, StopReason.ANSWER)
+
+
+def test_a_stochastic_episode_in_the_environment_is_a_function_of_its_seed(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [musique_row(name) for name in ("Vik", "Lom", "Moi")])
+    found = load_task("musique", path=tmp_path / "rows.jsonl", failing=0.4, noisy=0.4, max_turns=9)
+    calls = "".join(
+        f'<tool_call>\n{{"name": "search", "arguments": {{"query": "{q}"}}}}\n</tool_call>'
+        for q in ("Vik", "Lom", "Vik")
+    )
+
+    def observations(seeds):
+        envs = [found.env.fork() for _ in seeds]
+        for env, seed in zip(envs, seeds, strict=True):
+            env.reset(found.tasks[0], seed=seed)
+        return [[s.observation for s in ToolEnv.batch_step(envs, [calls] * len(envs))] for _ in range(3)]
+
+    together = observations([0, 1, 2, 3])
+    for place in range(4):
+        assert [turn[place] for turn in together] == [turn[0] for turn in observations([place])]
+    assert together[0][0] != together[0][1] or together[1][0] != together[1][1]
+
+
+def test_unknown_tasks_and_knobs_are_named(tmp_path):
+    with pytest.raises(
+        DataError, match=r"'hotpot_qa' is unknown \(did you mean 'hotpotqa'\?\); choose one of 2wiki, atlas"
+    ):
+        load_task("hotpot_qa")
+    with pytest.raises(DataError, match=r"no knob 'pth' \(did you mean 'path'\?\); it takes path, k, .*max_turns"):
+        load_task("musique", pth="x")
+    assert set(BENCHMARKS) <= set(registry.names())
+
+
+def test_an_own_task_is_one_decorated_function(monkeypatch):
+    monkeypatch.setattr(registry, "_BUILDERS", dict(registry._BUILDERS))
+
+    @registry.task("mine")
+    def build(split, size=1):
+        return TaskSet("mine", split, [], ToolEnv([]))
+
+    assert load_task("mine", "dev", size=2).split == "dev"
+    assert load_task("mine").passages == []
+    with pytest.raises(DataError, match="no knob 'max_turns'; it takes size"):
+        load_task("mine", max_turns=2)
+
+
+@pytest.mark.parametrize(
+    "benchmark, rows, passages, noted", [("hotpotqa", 408, 4018, 0), ("2wiki", 240, 1600, 4), ("musique", 100, 1890, 0)]
+)
+def test_real_training_samples(benchmark, rows, passages, noted):
+    if not REAL.is_dir():
+        pytest.skip("the real samples are not beside this checkout; the made-up rows above cover the formats")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load_split(REAL, benchmark, "train")
+    assert (len(found.tasks), len(found.passages), len(found.problems)) == (rows, passages, noted)
+    assert all(problem.kept for problem in found.problems)
+    titles = {p.title for p in found.passages}
+    for task in found.tasks:
+        assert task.question and task.golds and task.kind
+        assert task.evidence and titles.issuperset(task.evidence)
+        assert score_answer(task.golds[0], task.golds, benchmark)["em"] == 1

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_lite.jsonl import DataError, write_rows
+from agentr1_lite.mdp import Task
+from agentr1_lite.retrieval import BM25, Passage, make_search_tool, read_passages, unique_passages, words
+
+CORPUS = [
+    Passage("Oslo", "Oslo is the capital of Norway."),
+    Passage("Norway", "Norway is a country in the north of Europe."),
+    Passage("Bergen", "Bergen is a rainy city in Norway."),
+    Passage("Lund", "Lund is a city in Sweden."),
+]
+TASK = Task("t", "Where is Lund?", ("Sweden",))
+QUERIES = ["Oslo", "city in Norway", "Sweden", "rainy capital", "country", "Lund"]
+
+
+def by_hand(corpus: list[str], query: str, k1: float = 1.5, b: float = 0.75) -> list[float]:
+    """The formula of the module docstring in plain Python."""
+    bags = [words(text) for text in corpus]
+    mean = sum(map(len, bags)) / len(bags)
+    scores = []
+    for bag in bags:
+        score = 0.0
+        for word in words(query):
+            frequency, holders = bag.count(word), sum(word in other for other in bags)
+            idf = math.log(1 + (len(bags) - holders + 0.5) / (holders + 0.5))
+            if frequency:
+                score += idf * frequency / (frequency + k1 * (1 - b + b * len(bag) / mean))
+        scores.append(score)
+    return scores
+
+
+def test_scores_of_two_passages_worked_out_by_hand():
+    index = BM25(["hello there good man", "windy in london"])
+    # "there" and "in" are stop words: lengths 3 and 2, mean 2.5; each query word stands in one of two passages
+    expected = 2 * math.log(1 + 1.5 / 1.5) / (1 + 1.5 * (0.25 + 0.75 * 2 / 2.5))
+    (best,) = index.search("windy london", 1)
+    assert best.text == "windy in london"
+    assert best.score == pytest.approx(expected, rel=1e-6)
+
+
+def test_se03_a_word_in_half_of_the_passages_counts():
+    assert [p.text for p in BM25(["hello there good man", "windy in london"]).search("windy london", 5)] == [
+        "windy in london"
+    ]
+    everywhere = BM25(["river north", "river south", "river east"]).search("river", 5)
+    assert len(everywhere) == 3 and all(p.score > 0 for p in everywhere)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from("red green blue sea hill of the".split()), max_size=5).map(" ".join), max_size=7),
+    st.lists(st.sampled_from("red green blue sea unknown the".split()), max_size=4).map(" ".join),
+    st.integers(0, 9),
+)
+def test_search_is_the_formula_sorted_with_ties_in_corpus_order(corpus, query, k):
+    corpus = list(dict.fromkeys(corpus))
+    index = BM25(corpus)
+    found = index.search(query, k)
+    expected = by_hand(corpus, query) if any(words(text) for text in corpus) else [0.0] * len(corpus)
+    order = sorted((i for i, s in enumerate(expected) if s > 0), key=lambda i: (-round(expected[i], 5), i))[:k]
+    assert [int(p.id) for p in found] == order
+    assert [p.score for p in found] == pytest.approx([expected[i] for i in order], rel=1e-5)
+    assert index.search_batch([query, query], k) == [found, found]
+
+
+@pytest.mark.parametrize("query", ["", "   ", "???", "zzzqqq", "the of and", "\x00", "\u200b", None, "the " * 1000])
+def test_se01_queries_that_find_nothing(query):
+    assert BM25(CORPUS).search(query, 3) == []
+    assert BM25([]).search(query, 3) == []
+    assert make_search_tool(BM25(CORPUS)).execute({"query": query}).content == "No results."
+
+
+def test_se01_empty_corpora():
+    for corpus in ([], ["the of"], ["", "?!"]):
+        index = BM25(corpus)
+        assert index.search("Oslo", 3) == []
+        assert index.search_batch(["Oslo", ""], 3) == [[], []]
+        assert make_search_tool(index).execute({"query": "Oslo"}).content == "No results."
+
+
+def test_se02_k_larger_than_the_corpus():
+    assert len(BM25(["a b", "c d"]).search("a", 10)) <= 2
+    assert [p.text for p in BM25(["x b", "c d", "x e"]).search("x", 10)] == ["x b", "x e"]
+    assert BM25(CORPUS).search("Norway", 0) == BM25(CORPUS).search("Norway", -1) == []
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 50])
+def test_ties_keep_corpus_order_at_every_cut(k):
+    index = BM25([Passage(f"T{i}", "same words") for i in range(40)] + [Passage("best", "same same words words")])
+    found = index.search("same words", k)
+    assert [p.title for p in found] == (["best"] + [f"T{i}" for i in range(40)])[:k]
+
+
+def test_ds04_one_title_with_several_texts_stays_several_passages():
+    rows = [
+        {"title": "Southampton", "text": "The university was founded in 1862."},
+        {"title": "Southampton", "text": "Southampton is a port city in Hampshire."},
+    ]
+    assert len(BM25(rows)) == 2
+    assert len(BM25(rows + rows)) == 2
+    assert BM25(rows).search("university founded", 1)[0].text == rows[0]["text"]
+    assert [p.id for p in unique_passages([*rows, {"title": "Hull", "text": "A port.", "id": 7}])] == ["0", "1", "7"]
+
+
+def test_titles_are_searched_and_words_are_folded():
+    index = BM25([Passage("STRASSE", "x1"), Passage("Beyonc\u00e9's song", "x2"), Passage("", "\uff35\uff33\uff21")])
+    assert [p.text for p in index.search("stra\u00dfe")] == ["x1"]
+    assert [p.text for p in index.search("Beyonce\u0301")] == ["x2"]
+    assert [p.text for p in index.search("usa")] == ["\uff35\uff33\uff21"]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.integers(-2, 6))
+def test_no_query_raises(query, k):
+    found = BM25(CORPUS).search(query, k)
+    assert len(found) <= max(k, 0)
+    assert found == sorted(found, key=lambda p: -p.score)
+
+
+def test_results_do_not_leak_into_the_cache():
+    index = BM25(CORPUS)
+    index.search("Norway", 2).clear()
+    assert len(index.search("Norway", 2)) == 2
+    assert all(p.score == 0 for p in index.passages)
+
+
+def test_save_and_load(tmp_path):
+    index = BM25(CORPUS, k1=1.2, b=0.5)
+    index.save(tmp_path / "index")
+    loaded = BM25.load(tmp_path / "index")
+    assert (loaded.passages, loaded.k1, loaded.b) == (index.passages, 1.2, 0.5)
+    assert loaded.search_batch(QUERIES) == index.search_batch(QUERIES)
+    assert BM25.load(tmp_path / "index" / "passages.jsonl").passages == index.passages
+    assert pickle.loads(pickle.dumps(index)).search_batch(QUERIES) == index.search_batch(QUERIES)
+    assert copy.deepcopy(index) is index
+    BM25([]).save(tmp_path / "empty")
+    assert len(BM25.load(tmp_path / "empty")) == 0
+
+
+def test_broken_corpora_are_named(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    write_rows(
+        path, [{"title": "A", "text": "a1"}, {"title": "B"}, {"title": 3, "text": "c"}, {"title": None, "text": "d"}]
+    )
+    passages, problems = read_passages(path)
+    assert [p.text for p in passages] == ["a1", "d"]
+    assert [p.line for p in problems] == [2, 3]
+    with pytest.raises(DataError, match=r"corpus.jsonl, line 2: has no text"):
+        BM25.load(path)
+    with pytest.raises(DataError, match="passage 0: expected a title and a text"):
+        BM25([{"title": 3, "text": "x"}])
+    with pytest.raises(ValueError, match="k1 0 must be above 0"):
+        BM25(CORPUS, k1=0)
+
+
+def episode(tool, seed, queries=QUERIES):
+    mine = tool.fork()
+    mine.reset(TASK, random.Random(seed))
+    return [mine.execute({"query": query}) for query in queries]
+
+
+def test_the_tool_shows_titles_and_is_shared_where_it_is_deterministic():
+    tool = make_search_tool(BM25(CORPUS), k=2)
+    result = tool.execute({"query": "Bergen rainy"})
+    assert result.content == "Bergen: Bergen is a rainy city in Norway."
+    assert result.info == {"titles": ["Bergen"], "ids": ["2"]} and result.success
+    assert len(tool.execute({"query": "Norway"}).info["titles"]) == 2
+    assert tool.fork() is tool
+    assert tool.validate_args({"query": "x"})[1] is None
+    assert tool.validate_args({})[1]
+    short = make_search_tool(BM25(CORPUS), render=lambda passages: " | ".join(p.title for p in passages))
+    assert short.execute({"query": "Lund"}).content == "Lund"
+
+
+def test_a_stochastic_episode_is_a_function_of_its_seed():
+    tool = make_search_tool(BM25(CORPUS), k=2, failing=0.3, noisy=0.3)
+    assert tool.fork() is not tool and tool.fork().index is tool.index
+    assert episode(tool, 1) == episode(tool, 1)
+    assert len({str(episode(tool, seed)) for seed in range(8)}) > 4
+    # episodes that run side by side do not disturb each other
+    alone = [episode(tool, seed, QUERIES * 20) for seed in range(4)]
+    together = [None] * 4
+
+    def work(seed):
+        together[seed] = episode(tool, seed, QUERIES * 20)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_shares_of_failures_and_noise():
+    index = BM25(CORPUS)
+    broken = episode(make_search_tool(index, failing=1.0), 0)
+    assert all(not r.success and r.flags == ("failed",) and r.info["titles"] == [] for r in broken)
+    results = episode(make_search_tool(index, failing=0.25), 0, ["Oslo"] * 4000)
+    assert sum(not r.success for r in results) / 4000 == pytest.approx(0.25, abs=0.03)
+    results = episode(make_search_tool(index, k=1, noisy=0.4), 0, ["Oslo"] * 4000)
+    # noise draws from the whole corpus, so a quarter of it shows the right passage again
+    assert sum("noisy" in r.flags for r in results) / 4000 == pytest.approx(0.4 * 3 / 4, abs=0.03)
+    shown = {title for r in results for title in r.info["titles"]}
+    assert shown == {"Oslo", "Norway", "Bergen", "Lund"}
+    clean = make_search_tool(index, noisy=0.4, k=1).execute({"query": "???"})
+    assert clean.content == "No results."
+
+
+def test_bad_settings_of_the_tool_are_named():
+    for options, words_ in (({"failing": 1.5}, "failing 1.5"), ({"noisy": -0.1}, "noisy -0.1"), ({"k": 0}, "k 0")):
+        with pytest.raises(ValueError, match=words_):
+            make_search_tool(BM25(CORPUS), **options)
