@@ -1,7 +1,7 @@
 # Every target creates .venv at the root when needed and runs in it.
 #   PYTHON=python3.12    the interpreter that .venv is made from
 #   AGENTR1_TORCH=cpu    cpu or gpu: decide by hand which torch a fresh .venv gets
-#   ARGS="--seed 1"      options for demo, test and bench
+#   ARGS=training.seed=1  settings for demo, options for test and bench
 
 PYTHON ?= python3
 VENV := .venv
@@ -48,7 +48,7 @@ $(READY): requirements.txt constraints-cpu.txt pyproject.toml
 	@touch $(READY)
 
 demo: $(READY)  ## train the tiny agent through the three phases, evaluate it, write runs/demo
-	$(PY) -m agentr1_lite demo $(ARGS)
+	$(PY) -m agentr1_lite train atlas-tiny evaluation.split=test $(ARGS) --fresh --report
 
 lab: $(READY)  ## open the lessons in JupyterLab
 	$(PY) -m jupyterlab notebooks

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {}
@@ -27,15 +27,15 @@ def command(arguments: Callable[[argparse.ArgumentParser], None]) -> Callable[[C
 
 
 def _config_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", nargs="?", default="atlas-tiny", help="YAML file or recipe name (default: atlas-tiny)"
-    )
+    parser.add_argument("config", nargs="?", help="YAML file or recipe name (default: atlas-tiny)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over the file")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     _config_arguments(parser)
-    parser.add_argument("--resume", action="store_true", help="continue the run in run.output")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run in run.output (default settings: those it began with)"
+    )
     parser.add_argument("--fresh", action="store_true", help="remove a former run in run.output first")
     parser.add_argument("--report", action="store_true", help="write the report page at the end")
 
@@ -44,10 +44,16 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 def train(args: argparse.Namespace) -> int:
     """Train through the phases of a configuration, evaluate after each, write summary.json."""
     from agentr1_lite import pipeline
+    from agentr1_lite.config import load_config
     from agentr1_lite.report import write_report
 
     config = _config(args)
+    began_with = Path(config.run.output, "config.yaml")
+    if args.resume and args.config is None and began_with.exists():
+        config = load_config(began_with, args.overrides)
     summary = pipeline.train(config, resume=args.resume, fresh=args.fresh)
+    if not summary:  # another process leads
+        return 0
     print(f"Saved in {config.run.output} after {summary['seconds']['total']:.0f} s.")
     if args.report:
         print(f"Report: {write_report(config.run.output)}")
@@ -68,6 +74,8 @@ def evaluate(args: argparse.Namespace) -> int:
 
     config = _config(args)
     config.model.base_model = args.policy or config.model.base_model
+    if args.baseline and args.baseline not in evaluation.BASELINES:
+        raise ValueError(f"--baseline {args.baseline!r} is unknown; choose one of {', '.join(evaluation.BASELINES)}")
     policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
     options = {"seed": config.evaluation.seed, "temperature": config.evaluation.temperature}
     if args.baseline:
@@ -190,10 +198,9 @@ def report(args: argparse.Namespace) -> int:
 def _config(args: argparse.Namespace) -> Any:
     from agentr1_lite.config import load_config
 
-    config, overrides = args.config, list(args.overrides)
-    if "=" in config and not Path(config).exists():
-        config, overrides = "atlas-tiny", [config, *overrides]
-    return load_config(config, overrides)
+    if args.config is not None and "=" in args.config and not Path(args.config).exists():
+        args.config, args.overrides = None, [args.config, *args.overrides]
+    return load_config(args.config or "atlas-tiny", args.overrides)
 
 
 def _lines(prompt: str) -> Any:
@@ -210,19 +217,34 @@ def _lines(prompt: str) -> Any:
             yield line
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m agentr1_lite", description="Learn and do RL of LLM agents.")
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence instead of a page of usage."""
+        self.exit(2, f"{self.prog}: {message}; --help shows what it takes\n")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = _Parser(prog="python -m agentr1_lite", description="Learn and do RL of LLM agents.")
     choices = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, (function, add) in COMMANDS.items():
         add(choices.add_parser(name, help=function.__doc__, description=function.__doc__))
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") or not hasattr(args, "overrides") for word in rest):
+        choices.choices[args.command].error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes positional arguments in one piece; settings may also stand behind an option
+        args.overrides += rest
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return COMMANDS[args.command][0](args)
     except KeyboardInterrupt as stop:
         print(str(stop) or "stopped", file=sys.stderr)
         return 130
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError) as error:
         print(f"agentr1_lite {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import LongTensor, Tensor
 
-from agentr1_lite.forward import plan_prefixes
+from agentr1_lite.forward import distinct_rows, plan_prefixes, row_numbers
 from agentr1_lite.mdp import Trajectory
 
 
@@ -109,26 +109,31 @@ def micro_batches(batch: Batch, max_tokens: int, *, share_prompt: bool = True) -
 
     Two orders are tried, rows by length and groups by length, and the one that
     forwards fewer tokens is taken: long prompts of their own favour whole
-    groups, a common system prompt favours equal lengths.
+    groups, a common system prompt favours equal lengths. Equal rows stay
+    together and count once, as they are passed once.
     """
-    by_length = torch.argsort(batch.lengths, descending=True, stable=True)
-    longest = torch.zeros(int(batch.group_ids.max()) + 1, dtype=torch.long)
-    longest = longest.scatter_reduce(0, batch.group_ids.cpu(), batch.lengths.cpu(), "amax")
-    group_key = longest[batch.group_ids.cpu()] * (len(longest) + 1) + batch.group_ids.cpu()
-    by_group = by_length[torch.argsort(group_key.to(by_length.device)[by_length], descending=True, stable=True)]
-    plans = [_cut(batch, order, max_tokens) for order in ((by_length, by_group) if share_prompt else (by_length,))]
+    number = row_numbers(batch).cpu() if share_prompt else torch.arange(len(batch))
+    lengths, groups = batch.lengths.cpu(), batch.group_ids.cpu()
+    by_length = torch.argsort(lengths * (len(number) + 1) + number, descending=True, stable=True)
+    longest = torch.zeros(int(groups.max()) + 1, dtype=torch.long).scatter_reduce(0, groups, lengths, "amax")
+    group_key = longest[groups] * (len(longest) + 1) + groups
+    by_group = by_length[torch.argsort(group_key[by_length], descending=True, stable=True)]
+    plans = [
+        _cut(lengths, number, order, max_tokens) for order in ((by_length, by_group) if share_prompt else (by_length,))
+    ]
     return min(plans, key=lambda plan: sum(forwarded_tokens(batch, rows, share_prompt) for rows in plan))
 
 
-def _cut(batch: Batch, order: Tensor, max_tokens: int) -> list[LongTensor]:
+def _cut(lengths: Tensor, number: Tensor, order: Tensor, max_tokens: int) -> list[LongTensor]:
     parts: list[list[int]] = []
-    widest = 0
-    for row, length in zip(order.tolist(), batch.lengths[order].tolist(), strict=True):
-        widest = max(widest, length)
-        if not parts or (len(parts[-1]) + 1) * widest > max_tokens:
+    widest, rows, former = 0, 0, -1
+    for row, length, content in zip(order.tolist(), lengths[order].tolist(), number[order].tolist(), strict=True):
+        widest, rows = max(widest, length), rows + (content != former)
+        if not parts or rows * widest > max_tokens and content != former:
             parts.append([])
-            widest = length
+            widest, rows = length, 1
         parts[-1].append(row)
+        former = content
     return [torch.tensor(part) for part in parts]
 
 
@@ -137,4 +142,5 @@ def forwarded_tokens(batch: Batch, rows: LongTensor, share_prompt: bool = True) 
     width = int(batch.lengths[rows].max())
     if not share_prompt:
         return len(rows) * width
-    return plan_prefixes(batch.input_ids[rows], batch.prompt_lengths[rows]).cost(len(rows), width)
+    kept, _ = distinct_rows(batch.select(rows))
+    return plan_prefixes(kept.input_ids, kept.prompt_lengths).cost(len(kept.lengths), width)

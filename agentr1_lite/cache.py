@@ -4,13 +4,15 @@ The beginning that all prompts have in common (the system turn) is stored once
 and read once a step for all rows. After it, a row's token at position p lies in
 slot ``p − shared``: rows of different lengths stand side by side without a gap,
 and what a padded chunk writes past a row's end is overwritten before the row can
-see it. Attention reads only the filled part. Rows that work together are kept
-side by side by swapping rows, so that a pass takes a slice and never a gather.
+see it. Attention reads only the filled part. Single tokens are decoded in a
+slice of rows, in place; chunks (prompts, observations) gather their rows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,10 +23,28 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "agentr1_slots"
+LAZY_BYTES = 2**31  # address space reserved on a CPU, where untouched pages cost nothing
+FIRST_SLOTS = 512  # allocated at first elsewhere
+ODD_SLOTS = 8  # rows at distances of a power of two would compete for the same cache lines
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on a CPU take memory only where they are written; ``torch.zeros`` writes them all.
+
+    Zeros, because a masked slot has weight 0 and 0 · NaN of unwritten memory
+    would be NaN. In small pages: huge ones would be filled for a row's few slots.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):  # kernels without huge pages refuse the advice
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 class SlotCache(Cache):
-    """A ``transformers`` cache of ``rows`` rows and ``capacity`` slots a row.
+    """A ``transformers`` cache of ``rows`` rows with room for ``slots`` tokens each, and for more when needed.
 
     ``storage`` is (layers, 2, rows, heads, capacity, head_dim), ``prefix``
     (layers, 2, heads, shared, head_dim). Before each forward pass ``begin`` says
@@ -32,19 +52,19 @@ class SlotCache(Cache):
     """
 
     def __init__(
-        self, config: PretrainedConfig, rows: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+        self, config: PretrainedConfig, rows: int, slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(layers=[])
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        # zeros: a masked slot has weight 0, and 0 · NaN of uninitialised memory would be NaN
-        self.storage = torch.zeros(
-            (config.num_hidden_layers, 2, rows, heads, capacity, dim), dtype=dtype, device=device
-        )
+        slot_bytes = config.num_hidden_layers * 2 * rows * heads * dim * dtype.itemsize
+        capacity = min(slots, LAZY_BYTES // slot_bytes if device.type == "cpu" else FIRST_SLOTS)
+        capacity = max(capacity, 1) + ODD_SLOTS
+        self.storage = lazy_zeros((config.num_hidden_layers, 2, rows, heads, capacity, dim), dtype, device)
         self.closed = torch.finfo(dtype).min
         self._mask = torch.full((rows, capacity), self.closed, dtype=dtype, device=device)
         self.prefix = self.storage[:, :, 0, :, :0]
-        self.one_token = False
+        self.decoding, self._longest = False, 0
 
     @property
     def capacity(self) -> int:
@@ -58,19 +78,20 @@ class SlotCache(Cache):
     def reserve(self, slots: int) -> None:
         """Make room for ``slots`` slots a row; grows by half at least, so that copies stay rare."""
         if slots > self.capacity:
-            self._resize(max(slots, self.capacity * 3 // 2), 0)
+            self._resize(max(slots, self.capacity * 3 // 2) + ODD_SLOTS, 0)
 
     def _resize(self, capacity: int, start: int) -> None:
-        former, kept = self.storage, min(self.capacity, capacity - start)
-        self.storage = former.new_zeros((*former.shape[:4], capacity, former.shape[5]))
+        former, kept = self.storage, min(self._longest, capacity - start)
+        self.storage = lazy_zeros((*former.shape[:4], capacity, former.shape[5]), former.dtype, former.device)
         self.storage[..., start : start + kept, :] = former[..., :kept, :]
         mask = self._mask.new_full((len(self._mask), capacity), self.closed)
         mask[:, start : start + kept] = self._mask[:, :kept]
-        self._mask = mask
+        self._mask, self._longest = mask, start + kept
 
     def share(self, row: int, length: int) -> None:
         """The first ``length`` tokens of ``row`` become the prefix of all; no other row may be in use."""
         self.prefix = self.storage[:, :, row, :, :length].clone()
+        self._longest = 0
 
     def narrow(self, length: int) -> None:
         """Only ``length`` tokens are common now: rows get the rest of the prefix as slots of their own."""
@@ -81,40 +102,43 @@ class SlotCache(Cache):
         self._mask[:, :moved] = 0.0
         self.prefix = self.prefix[:, :, :, :length]
 
-    def begin(self, start: int, end: int, positions: Tensor, filled: int, *, one_token: bool = False) -> Tensor:
-        """Rows ``start .. end − 1`` are fed at ``positions`` (rows, tokens); returns their additive mask.
+    def begin(self, rows: slice | Tensor, positions: Tensor, length: int) -> Tensor:
+        """Rows are fed at ``positions`` (rows, tokens), all below ``length``; returns their additive mask.
 
-        ``filled`` is one more than the largest position. A token sees positions
-        up to its own. The mask is (rows, 1, tokens, keys), the keys being prefix
-        and slots; with ``one_token``, for rows whose masks stand, slots alone.
+        A token sees positions up to its own. A slice of rows is fed one token
+        each and attends to slots, a tensor of rows to prefix and slots: the mask
+        is (rows, 1, tokens, slots) or (rows, 1, tokens, length).
         """
-        self.reserve(filled - self.shared)
-        self._rows, self._filled = slice(start, end), filled - self.shared
-        self.one_token = one_token
-        index = torch.arange(end - start, device=positions.device)
-        if self.one_token:
-            self._index, self._at = index, positions[:, 0] - self.shared
-            mask = self._mask[start:end]
-            mask[index, self._at] = 0.0
+        self.reserve(length - self.shared)
+        self._rows, self._filled = rows, length - self.shared
+        self._longest = max(self._longest, self._filled)
+        self.decoding = isinstance(rows, slice)
+        if self.decoding:
+            mask = self._mask[rows]
+            self._index = torch.arange(len(mask), device=positions.device), positions[:, 0] - self.shared
+            mask[self._index] = 0.0
             return mask[:, None, None, : self._filled]
-        self._index, self._at = index[:, None], positions - self.shared
-        hidden = torch.arange(filled, device=positions.device) > positions[:, None, :, None]
+        self._index = rows[:, None], positions - self.shared
+        hidden = torch.arange(length, device=positions.device) > positions[:, None, :, None]
         return torch.zeros(hidden.shape, dtype=self._mask.dtype, device=hidden.device).masked_fill_(hidden, self.closed)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, tokens, head_dim) in place; return what the mask of ``begin`` is for."""
-        out = []
-        for part, new in enumerate((key_states, value_states)):
-            slots = self.storage[layer_idx, part, self._rows]
-            slots[self._index, :, self._at] = new[:, :, 0] if self.one_token else new.transpose(1, 2)
-            slots = slots[:, :, : self._filled]
-            if self.shared and not self.one_token:
-                prefix = self.prefix[layer_idx, part].expand(len(slots), -1, -1, -1)
-                slots = torch.cat([prefix, slots], dim=2)
-            out.append(slots)
-        return out[0], out[1]
+        layer = self.storage[layer_idx]
+        return self._write(layer[0], key_states, layer_idx, 0), self._write(layer[1], value_states, layer_idx, 1)
+
+    def _write(self, slots: Tensor, new: Tensor, layer: int, part: int) -> Tensor:
+        where, at = self._index
+        if self.decoding:
+            slots = slots[self._rows]
+            slots[where, :, at] = new[:, :, 0]
+            return slots[:, :, : self._filled]
+        slots[where, :, at] = new.transpose(1, 2)
+        slots = slots[:, :, : self._filled].index_select(0, self._rows)
+        prefix = self.prefix[layer, part].expand(len(slots), -1, -1, -1)
+        return torch.cat([prefix, slots], dim=2) if self.shared else slots
 
     def set_filled(self, rows: Tensor, lengths: Tensor) -> None:
         """Rows hold ``lengths`` tokens: open the slots behind them and close the rest of their masks."""
@@ -129,12 +153,12 @@ class SlotCache(Cache):
             view[left] = view[right]
             view[right] = former
 
-    def copy_rows(self, sources: Tensor, start: int, length: int) -> None:
-        """Rows ``start ..`` become copies of ``sources`` up to position ``length``: a prefill given to its group."""
+    def copy_rows(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """Targets become copies of sources up to position ``length``: a prefill given to its group."""
         filled = length - self.shared
         for layer in self.storage:
             for part in layer:
-                part[start : start + len(sources), :, :filled] = part[:, :, :filled].index_select(0, sources)
+                part[targets, :, :filled] = part[:, :, :filled].index_select(0, sources)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions and masks are always given, nothing is derived from a length
@@ -160,7 +184,7 @@ def slot_attention(
     is left to ``sdpa``. Shapes: query (n, H, 1, D), key and value (n, K, L, D)
     with H = K · g, returns (n, 1, H, D).
     """
-    if slots is None or not slots.one_token or not slots.shared:
+    if slots is None or not slots.decoding or not slots.shared:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     (n, heads, _, dim), groups = query.shape, key.shape[1]
     prefix_key, prefix_value = slots.prefix[module.layer_idx]  # (K, shared, D)

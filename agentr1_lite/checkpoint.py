@@ -9,19 +9,28 @@ while saving costs the new checkpoint, never the old one.
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import random
 import shutil
+import signal
 import tempfile
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm.auto import tqdm
+
+from agentr1_lite.jsonl import DataError, write_text
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint cannot be written or read: one sentence with the folder and what to do."""
 
 
@@ -39,8 +48,6 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    import ast
-
     random.setstate(ast.literal_eval(state["python"]))
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -58,20 +65,27 @@ def save_checkpoint(
     part = None
     try:
         root.mkdir(parents=True, exist_ok=True)
+        for stale in root.glob(".part-*"):  # a save that was killed
+            shutil.rmtree(stale, ignore_errors=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=root))
-        torch.save({**tensors, "random": random_state()}, part / "tensors.pt")
-        (part / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        with (part / "tensors.pt").open("wb") as file:
+            torch.save({**tensors, "random": random_state()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        write_text(part / "state.json", json.dumps(state, indent=1))
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, DataError) as error:
         raise CheckpointError(
             f"checkpoint {final} could not be written ({error}); free some space, the former checkpoint is whole"
         ) from error
     finally:
         if part is not None:
             shutil.rmtree(part, ignore_errors=True)
-    for old in _folders(run_dir)[keep:]:
+    folders = _folders(run_dir)
+    for old in folders[folders.index(final) + keep :] + folders[: folders.index(final)]:
+        # a checkpoint of a later step belongs to a future that a resumed run has left
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -87,10 +101,31 @@ def load_checkpoint(run_dir: str | Path) -> tuple[dict[str, Any], dict[str, Any]
     raise CheckpointError(f"{run_dir} holds no checkpoint that can be read; start the run again with `train`")
 
 
+@contextmanager
+def interruptible(run: Any) -> Iterator[None]:
+    """The first Ctrl-C sets ``run.stop_requested``: the step is finished and saved; a second one stops at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(signum: int, frame: Any) -> None:
+        if run.stop_requested:
+            raise KeyboardInterrupt
+        run.stop_requested = True
+        tqdm.write("Stopping after this step and saving; press Ctrl-C again to stop at once.")
+
+    former = signal.signal(signal.SIGINT, ask)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 def has_checkpoint(run_dir: str | Path) -> bool:
     return bool(_folders(run_dir))
 
 
 def _folders(run_dir: str | Path) -> list[Path]:
     """Checkpoint folders, newest first."""
-    return sorted(Path(run_dir).glob("checkpoints/[0-9]*"), key=lambda p: int(p.name), reverse=True)
+    found = [path for path in Path(run_dir).glob("checkpoints/*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name), reverse=True)

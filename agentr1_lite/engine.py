@@ -6,9 +6,9 @@ turns are ready, ``extend`` gives a row its observation, ``close`` lets it go;
 for lessons and players. Another engine (vLLM) has to offer the first four.
 
 A row's keys and values stay cached over the whole episode; no turn is ever
-prefilled again. Rows in use are kept in this order, so that a pass is a slice:
-
-    [ decoding | ended or waiting for their observation | free ]
+prefilled again. A step runs the slice of rows up to the last one that decodes.
+Rows in between whose turn has ended idle along, which costs less than moving
+them, until moving pays (``_tighten``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from agentr1_lite.forward import run_backbone
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.sampling import Sampling, stop_candidates, uniforms
 
-FEED_TOKENS = 8192  # padded tokens of one prefill pass
+FEED_TOKENS = 4096  # padded tokens of one prefill pass
+MOVE_STEPS = 16  # moving a row costs about as much as decoding it so many times
 SHORTEST_PREFIX = 16  # shorter ones are not worth a product of their own
-DECODING, ENDED, WAITING, FREE = range(4)
+FREE, WAITING, DECODING, ENDED = range(4)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class LocalEngine:
         sampling: how tokens are chosen.
         stop_strings: texts of the environment that end a turn.
         max_rows: rows that can be open at once.
-        slots: tokens a row first gets room for; grows when needed.
+        slots: tokens a row gets room for, the model's context if not given (``SlotCache``); grows when needed.
+        handover: share of the rows in play whose turns must have ended before the environment gets them;
+            higher means fewer and larger batches of calls, for slow tools.
     """
 
     def __init__(
@@ -78,65 +81,80 @@ class LocalEngine:
         sampling: Sampling | None = None,
         stop_strings: Sequence[str] = (),
         max_rows: int = 64,
-        slots: int = 512,
+        slots: int | None = None,
+        handover: float = 0.25,
     ) -> None:
         self.policy, self.sampling = policy, sampling or Sampling()
+        self.max_rows, self.handover = max_rows, handover
         self.stop_strings = tuple(s for s in stop_strings if s)
         causal = policy.causal
         self._backbone, self._head = causal.base_model, causal.get_output_embeddings()
+        self._shares = causal.config._attn_implementation == "sdpa"
+        with torch.inference_mode():
+            slots = slots or policy.context_length
+            self._cache = SlotCache(causal.config, max_rows, slots, dtype=causal.dtype, device=policy.device)
         vocabulary = self._head.weight.shape[0]
         self._ends = np.zeros(vocabulary, dtype=bool)
         self._ends[[i for i in policy.chat.eos_ids if i < vocabulary]] = True
-        self._may_stop = stop_candidates(policy.tokenizer, self.stop_strings, vocabulary) if self.stop_strings else None
-        self.max_rows = max_rows
-        self._shares, self._prefix = causal.config._attn_implementation == "sdpa", ()
-        with torch.inference_mode():
-            self._cache = SlotCache(causal.config, max_rows, slots, dtype=causal.dtype, device=policy.device)
-        self._tokens = np.zeros((max_rows, slots), dtype=np.int64)
-        self._logprobs = np.zeros((max_rows, slots), dtype=np.float32)
-        self._size, self._cached, self._start, self._limit, self._drawn = (
-            np.zeros(max_rows, np.int64) for _ in range(5)
-        )
+        may_stop = stop_candidates(policy.tokenizer, self.stop_strings, vocabulary) if self.stop_strings else None
+        self._may_stop = may_stop
+        self._tokens = np.zeros((max_rows, 256), dtype=np.int64)
+        self._logprobs = np.zeros((max_rows, 256), dtype=np.float32)
+        # per row: tokens known, tokens cached, where its turn starts, tokens it may hold, tokens it has sampled
+        self._size, self._cached, self._start, self._limit, self._drawn = np.zeros((5, max_rows), dtype=np.int64)
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
         self._state = np.full(max_rows, FREE)
-        self._row_at, self._slot_of = np.arange(max_rows), np.arange(max_rows)  # slot → row, row → slot
-        self._decoding = self._open = 0  # slots before these decode, are in use
         self._reasons: dict[int, tuple[str, int | None]] = {}
+        self._row_at, self._slot_of = np.arange(max_rows), np.arange(max_rows)  # slot → row, row → slot
+        self._prefix: tuple[int, ...] = ()
+        self._idled = 0  # row-steps spent on idle rows since rows were last moved
         self.forced: dict[int, int] = {}
 
     # The protocol of a rollout
 
     @property
     def free_rows(self) -> int:
-        return int((self._state == FREE).sum())
+        return self._count(FREE)
 
     def open(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int]) -> list[int]:
         """Add rows; row i may sample until it holds ``limits[i]`` tokens. Distinct prompts are prefilled once each.
 
-        Prompts that share a beginning (the system turn) share its prefill too.
+        What all prompts begin with (the system turn) is prefilled once for all.
         """
         if not prompts:
             return []
-        if any(len(prompt) == 0 for prompt in prompts):
+        if not all(prompts):
             raise ValueError("a prompt has no tokens; a row needs at least one to predict the next from")
         if len(prompts) > self.free_rows:
             raise ValueError(
                 f"{len(prompts)} rows do not fit, {self.free_rows} of {self.max_rows} are free; "
                 "close rows or raise max_rows"
             )
+        free = self._state[self._row_at] == FREE
+        rows = self._row_at[np.flatnonzero(free)[: len(prompts)]]
+        self._reserve(max(map(len, prompts)) + 1)
+        for row, prompt, seed in zip(rows, prompts, seeds, strict=True):
+            self._tokens[row, : len(prompt)] = prompt
+            self._size[row] = self._start[row] = len(prompt)
+            self._seeds[row] = np.uint64(seed % 2**64)
+        self._cached[rows], self._limit[rows], self._drawn[rows] = self._size[rows] - 1, limits, 0
         with self._pass():
-            self._settle()
-            start = self._open
-            rows = self._row_at[start : start + len(prompts)].copy()
-            self._open += len(prompts)
-            self._reserve(max(map(len, prompts)) + 1)
-            for row, prompt, seed, limit in zip(rows, prompts, seeds, limits, strict=True):
-                self._tokens[row, : len(prompt)] = prompt
-                self._size[row], self._cached[row], self._drawn[row] = len(prompt), len(prompt) - 1, 0
-                self._start[row], self._limit[row], self._seeds[row] = len(prompt), limit, np.uint64(seed % 2**64)
-            self._prefill(start, [tuple(prompt) for prompt in prompts])
-            self._state[rows] = WAITING
+            self._prefill(rows, [tuple(prompt) for prompt in prompts], alone=bool(free.all()))
+        self._state[rows] = WAITING
         return rows.tolist()
+
+    def next_turns(self) -> list[EngineTurn]:
+        """Decode until it pays to hand turns over: ``handover`` of the rows in play have ended theirs.
+
+        Their observations then come back as one padded chunk: one pass instead
+        of one a row, and their tools run together. The rule counts rows, not
+        time, so that a run repeats exactly.
+        """
+        with self._pass():
+            self._feed()
+            while (decoding := self._count(DECODING)) and not self._enough(self._count(ENDED), decoding):
+                self._step()
+        return [self._turn(row) for row in np.flatnonzero(self._state == ENDED).tolist()]
 
     def extend(self, row: int, ids: Sequence[int], limit: int) -> None:
         """Give an ended row its observation; it may sample again until it holds ``limit`` tokens."""
@@ -151,24 +169,8 @@ class LocalEngine:
 
     def close(self, row: int) -> None:
         """Let a row go, whatever it was doing."""
-        decoded = self._state[row] == DECODING
         self._state[row] = FREE
         self.forced.pop(row, None)
-        if decoded:
-            with torch.inference_mode():
-                self._decoding = self._partition(0, self._decoding, DECODING)
-
-    def next_turns(self) -> list[EngineTurn]:
-        """Decode until it pays to hand turns over: the ended rows outnumber the decoding ones, or none decodes.
-
-        The observations of all of them then come back as one padded chunk: one
-        pass instead of one a row, and their tools run together.
-        """
-        with self._pass():
-            self._feed()
-            while self._decoding and int((self._state == ENDED).sum()) <= self._decoding:
-                self._step()
-        return [self._turn(row) for row in np.flatnonzero(self._state == ENDED).tolist()]
 
     # One token at a time
 
@@ -176,7 +178,7 @@ class LocalEngine:
         """Sample one token in every row that can; returns the turns that ended with it."""
         with self._pass():
             self._feed()
-            ended = self._step() if self._decoding else []
+            ended = self._step() if self._count(DECODING) else []
         return [self._turn(row) for row in ended]
 
     def force(self, row: int, token: int) -> None:
@@ -187,10 +189,10 @@ class LocalEngine:
         """The k likeliest next tokens of a row and their probabilities; nothing is sampled."""
         with self._pass():
             self._feed()
-            slot = int(self._slot_of[row])
-            if slot >= self._decoding:
+            if self._state[row] != DECODING:
                 raise ValueError(f"row {row} does not decode now; give it its observation or open it again")
-            probabilities = (self._logits(slot, slot + 1) / self.sampling.temperature).softmax(dim=-1)[0]
+            logits = self._logits(self._slot_of[row : row + 1])
+            probabilities = (logits / self.sampling.temperature).softmax(dim=-1)[0]
             values, ids = probabilities.topk(min(k, len(probabilities)))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
@@ -199,6 +201,12 @@ class LocalEngine:
         return self._tokens[row, : self._size[row]].tolist()
 
     # Inside
+
+    def _count(self, state: int) -> int:
+        return int(np.count_nonzero(self._state == state))
+
+    def _enough(self, ended: int, decoding: int) -> bool:
+        return ended > 0 and ended >= self.handover * (ended + decoding)
 
     def _turn(self, row: int) -> EngineTurn:
         span = slice(self._start[row], self._size[row])
@@ -216,116 +224,100 @@ class LocalEngine:
             self._tokens = np.pad(self._tokens, ((0, 0), (0, more)))
             self._logprobs = np.pad(self._logprobs, ((0, 0), (0, more)))
 
-    def _forward(
-        self, start: int, end: int, ids: np.ndarray, positions: np.ndarray, *, one_token: bool = False
-    ) -> Tensor:
-        where, filled = self._device(positions), int(positions.max()) + 1
-        mask = self._cache.begin(start, end, where, filled, one_token=one_token)
-        extra = {"slots": self._cache} if self._shares else {}
-        return run_backbone(self._backbone, self._device(ids), positions=where, mask=mask, cache=self._cache, **extra)
-
     @contextlib.contextmanager
     def _pass(self) -> Iterator[None]:
         with self.policy.inference() as causal, shared_attention(causal.config):
             yield
 
-    def _share(self, start: int, prompts: list[tuple[int, ...]]) -> None:
+    def _forward(self, slots: slice | np.ndarray, ids: np.ndarray, positions: np.ndarray) -> Tensor:
+        where = self._device(positions)
+        rows = slots if isinstance(slots, slice) else self._device(slots)
+        mask = self._cache.begin(rows, where, int(positions.max()) + 1)
+        extra = {"slots": self._cache} if self._shares else {}
+        return run_backbone(self._backbone, self._device(ids), positions=where, mask=mask, cache=self._cache, **extra)
+
+    def _share(self, slot: int, prompts: list[tuple[int, ...]], alone: bool) -> None:
         """Settle which beginning all rows have in common, and cache it."""
-        shortest = min(map(len, prompts)) - 1
-        if start:
-            common = min(common_prefix([self._prefix, *prompts]), shortest)
-            if common < self._cache.shared:
-                self._cache.narrow(common)
-        else:
-            common = min(common_prefix(prompts), shortest)
-            common = common if len(prompts) > 1 and self._shares and common >= SHORTEST_PREFIX else 0
-            self._cache.share(0, 0)
-            if common:
-                self._forward(0, 1, np.array([prompts[0][:common]]), np.arange(common)[None])
-                self._cache.share(0, common)
+        common = common_prefix(prompts if alone else [self._prefix, *prompts])
+        common = min(common, min(map(len, prompts)) - 1)
+        if alone:
+            self._cache.share(slot, 0)
+            if self._shares and len(prompts) > 1 and common >= SHORTEST_PREFIX:
+                self._forward(np.array([slot]), np.array([prompts[0][:common]]), np.arange(common)[None])
+                self._cache.share(slot, common)
+        elif common < self._cache.shared:
+            self._cache.narrow(common)
         self._prefix = prompts[0][: self._cache.shared]
 
-    def _prefill(self, start: int, prompts: list[tuple[int, ...]]) -> None:
-        """Cache all but the last token of each prompt in slots ``start ..``."""
-        self._share(start, prompts)
-        distinct = list(dict.fromkeys(prompts))
-        owner = {prompt: i for i, prompt in enumerate(distinct)}
-        shared, longest = self._cache.shared, max(map(len, distinct)) - 1
-        if longest == shared:
-            return
-        tokens = np.zeros((len(distinct), longest - shared), dtype=np.int64)
-        for row, prompt in zip(tokens, distinct, strict=True):
-            row[: len(prompt) - 1 - shared] = prompt[shared:-1]
-        self._chunks(start, tokens, np.full(len(distinct), shared))
-        sources = torch.tensor([start + owner[prompt] for prompt in prompts], device=self.policy.device)
-        self._cache.copy_rows(sources, start, longest)
+    def _prefill(self, rows: np.ndarray, prompts: list[tuple[int, ...]], alone: bool) -> None:
+        """Cache all but the last token of each prompt; ``alone``: no other row is in use."""
+        slots = self._slot_of[rows]
+        self._share(int(slots[0]), prompts, alone)
+        first = {prompt: i for i, prompt in reversed(list(enumerate(prompts)))}  # where each prompt occurs first
+        distinct = sorted(first.values())
+        ends = self._cached[rows[distinct]]
+        if ends.max() > self._cache.shared:
+            self._chunks(rows[distinct], np.full(len(distinct), self._cache.shared), ends)
+            sources = slots[[first[prompt] for prompt in prompts]]
+            self._cache.copy_rows(self._device(sources), self._device(slots), int(ends.max()))
 
-    def _chunks(self, start: int, tokens: np.ndarray, first: np.ndarray) -> None:
-        """Feed padded rows (r, w) at positions ``first + 0 .. w − 1``, at most FEED_TOKENS in a pass."""
-        width = tokens.shape[1]
-        positions = first[:, None] + np.arange(width)[None]
-        rows = max(FEED_TOKENS // width, 1)
-        for a in range(0, len(tokens), rows):
-            b = min(a + rows, len(tokens))
-            self._forward(start + a, start + b, tokens[a:b], positions[a:b])
-
-    def _settle(self) -> None:
-        """Put waiting rows before ended ones, and both before rows that were closed."""
-        edge = self._decoding
-        for state in (WAITING, ENDED):
-            edge = self._partition(edge, self._open, state)
-        self._open = edge
-
-    def _partition(self, start: int, end: int, state: int) -> int:
-        """Swap rows of slots ``start .. end − 1`` so that those in ``state`` come first; returns where they end."""
-        wanted = self._state[self._row_at[start:end]] == state
-        count = int(wanted.sum())
-        left = start + np.flatnonzero(~wanted[:count])
-        right = start + count + np.flatnonzero(wanted[count:])
-        if not len(left):
-            return start + count
-        a, b = self._row_at[left], self._row_at[right]
-        filled = int(max(self._cached[a].max(), self._cached[b].max()))
-        self._cache.swap(self._device(left), self._device(right), filled)
-        self._row_at[left], self._row_at[right] = b, a
-        self._slot_of[b], self._slot_of[a] = left, right
-        return start + count
+    def _chunks(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
+        """Cache the tokens ``start .. end − 1`` of each row, padded to one width, at most FEED_TOKENS in a pass."""
+        width = int((ends - starts).max())
+        positions = starts[:, None] + np.arange(width)[None]
+        self._reserve(int(positions.max()) + 1)
+        ids = self._tokens[rows[:, None], positions]
+        count = max(FEED_TOKENS // width, 1)
+        for a in range(0, len(rows), count):
+            part = slice(a, a + count)
+            self._forward(self._slot_of[rows[part]], ids[part], positions[part])
 
     def _feed(self) -> None:
         """Cache what waiting rows have not cached yet, but for their last token, and let them decode."""
-        if not (self._state == WAITING).any():
+        rows = np.flatnonzero(self._state == WAITING)
+        if not len(rows):
             return
-        self._settle()
-        start, end = self._decoding, self._decoding + int((self._state == WAITING).sum())
-        rows = self._row_at[start:end]
-        first, todo = self._cached[rows], self._size[rows] - 1 - self._cached[rows]
-        width = int(todo.max())
-        if width:
-            self._reserve(int(first.max()) + width + 1)
-            columns = first[:, None] + np.arange(width)[None]
-            self._chunks(start, self._tokens[rows[:, None], columns], first)
-            self._cached[rows] += todo
-        slots = torch.arange(start, end, device=self.policy.device)
-        self._cache.set_filled(slots, self._device(self._cached[rows]))
+        starts, ends = self._cached[rows], self._size[rows] - 1
+        if (ends > starts).any():
+            self._chunks(rows, starts, ends)
+        self._cached[rows] = ends
+        self._cache.set_filled(self._device(self._slot_of[rows]), self._device(ends))
         self._state[rows] = DECODING
-        self._decoding = end
 
-    def _logits(self, start: int, end: int) -> Tensor:
-        """Float32 logits (rows, V) of the next token in slots ``start .. end − 1``."""
-        rows = self._row_at[start:end]
-        at = self._cached[rows]
-        hidden = self._forward(start, end, self._tokens[rows, at][:, None], at[:, None], one_token=True)
-        return self._head(hidden[:, -1]).float()
+    def _tighten(self) -> np.ndarray:
+        """The slots that decode, moved together once the idle rows between them have cost more than the moves."""
+        live = np.flatnonzero(self._state[self._row_at] == DECODING)
+        count = len(live)
+        right = live[live >= count]
+        self._idled += int(live[-1]) + 1 - count
+        if not len(right) or self._idled < MOVE_STEPS * len(right):
+            return live
+        left = np.setdiff1d(np.arange(count), live)
+        a, b = self._row_at[left], self._row_at[right]
+        length = int(max(self._size[a].max(), self._size[b].max()))
+        self._cache.swap(self._device(left), self._device(right), length)
+        self._row_at[left], self._row_at[right] = b, a
+        self._slot_of[b], self._slot_of[a] = left, right
+        self._idled = 0
+        return np.arange(count)
+
+    def _logits(self, slots: np.ndarray) -> Tensor:
+        """Float32 logits (slots, V) of the next token."""
+        end = int(slots[-1]) + 1
+        rows = self._row_at[:end]
+        # an idle row's last token is fed again where it stands, which changes nothing
+        at = np.maximum(self._cached[rows], self._cache.shared)
+        hidden = self._forward(slice(0, end), self._tokens[rows, at][:, None], at[:, None])[:, -1]
+        return self._head(hidden if len(slots) == end else hidden[self._device(slots)]).float()
 
     def _step(self) -> list[int]:
         """One token in each decoding row; returns the rows whose turn ended."""
-        rows = self._row_at[: self._decoding].copy()
-        logits = self._logits(0, self._decoding)
+        slots = self._tighten()
+        rows, logits = self._row_at[slots], self._logits(slots)
         ids, logprobs = self._choose(rows, logits)
         size = self._size[rows]
         self._reserve(int(size.max()) + 2)
-        self._tokens[rows, size] = ids
-        self._logprobs[rows, size] = logprobs
+        self._tokens[rows, size], self._logprobs[rows, size] = ids, logprobs
         self._size[rows] += 1
         self._cached[rows] += 1
         self._drawn[rows] += 1
@@ -334,23 +326,18 @@ class LocalEngine:
             for i in np.flatnonzero(self._may_stop[ids] & ~stopped):
                 stopped[i] = self._holds_stop_string(rows[i])
         ended = stopped | (size + 1 >= self._limit[rows])
-        if not ended.any():
-            return []
         for i in np.flatnonzero(ended).tolist():
             by = int(ids[i]) if self._ends[ids[i]] else None
             self._reasons[int(rows[i])] = ("stop" if stopped[i] else "length", by)
         self._state[rows[ended]] = ENDED
-        self._decoding = self._partition(0, self._decoding, DECODING)
         return rows[ended].tolist()
 
     def _choose(self, rows: np.ndarray, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         draws = self._device(uniforms(self._seeds[rows], self._drawn[rows]))
         ids, logprobs = self.sampling.choose(logits, draws)
-        if self.forced:
-            for i, row in enumerate(rows.tolist()):
-                if row in self.forced:
-                    ids[i] = self.forced.pop(row)
-                    logprobs[i] = (logits[i] / self.sampling.temperature).log_softmax(dim=-1)[ids[i]]
+        for i in [i for i, row in enumerate(rows.tolist()) if row in self.forced] if self.forced else ():
+            ids[i] = self.forced.pop(int(rows[i]))
+            logprobs[i] = (logits[i] / self.sampling.temperature).log_softmax(dim=-1)[ids[i]]
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def _holds_stop_string(self, row: int) -> bool:

@@ -6,15 +6,22 @@ wrong, what to do.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 HUB_IDS = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -126,31 +133,63 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('. ')[:200]}" if lines else type(error).__name__
 
 
+def _advice(source: str) -> str:
+    if Path(source).is_dir():
+        return "the folder is broken, save or download it again"
+    return "check the hub id and the network, or give a local folder"
+
+
+def hub_options(source: str) -> dict[str, Any]:
+    """Options for a hub id: without a network its cached files, or an error at once instead of many retries."""
+    host = urllib.parse.urlparse(huggingface_hub.constants.ENDPOINT).hostname
+    if Path(source).is_dir() or urllib.request.getproxies():
+        return {}
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(host, 443)
+        return {}
+    if not isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+        raise PolicyError(f"model {source!r} is not on this machine and {host} cannot be reached; {_advice(source)}")
+    return {"local_files_only": True}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' progress bars and reports: what is wrong is said in one sentence here."""
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def load_model(
     source: str, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> PreTrainedModel:
     """A causal language model with all its weights, dropout off."""
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **hub_options(source)}
     config = quantization_config(quantization, dtype)
     if config is not None:
         options |= {"quantization_config": config, "device_map": {"": device}}
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(source, **options)
+        with quiet():
+            model, loading = AutoModelForCausalLM.from_pretrained(source, **options)
     except Exception as error:
-        raise PolicyError(
-            f"model {source!r} could not be loaded ({_reason(error)}); "
-            "check the folder or the hub id, and the network if it is not on this machine"
-        ) from error
+        raise PolicyError(f"model {source!r} could not be loaded ({_reason(error)}); {_advice(source)}") from error
     lost = sorted(loading.get("missing_keys") or ()) + sorted(
         str(key[0]) for key in loading.get("mismatched_keys") or ()
     )
     if lost:
-        raise PolicyError(
-            f"model {source!r} lacks {len(lost)} of its weights, first {lost[0]!r}; "
-            "the folder is incomplete, save or download it again"
-        )
+        raise PolicyError(f"model {source!r} lacks {len(lost)} of its weights, first {lost[0]!r}; {_advice(source)}")
     if config is None:
         model.to(device)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # in eval mode bitsandbytes would repack the weights for a CPU kernel that has no backward pass
+            module.support_avx512bf16_for_cpu = False
     return without_dropout(model)
 
 
@@ -161,12 +200,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         raise PolicyError(
             f"model folder {source!r} holds no tokenizer; put one of {', '.join(TOKENIZER_FILES)} beside the weights"
         )
+    options = hub_options(source)
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, **options)
     except Exception as error:
         raise PolicyError(
-            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); "
-            "the folder needs tokenizer.json and tokenizer_config.json"
+            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); {_advice(source)}"
         ) from error
 
 

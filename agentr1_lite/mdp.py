@@ -278,8 +278,8 @@ def states(trajectory: Trajectory, task: Task | None = None) -> Iterator[tuple[S
     task = task or Task(trajectory.task_id, trajectory.question, tuple(trajectory.golds))
     first = trajectory.turns[0].start if trajectory.turns else len(ids)
     state = State(task, tuple(ids[:first]))
-    ends = [turn.start for turn in trajectory.turns[1:]] + [len(ids)]
-    for turn, end in zip(trajectory.turns, ends, strict=True):
+    ends = [*(turn.start for turn in trajectory.turns[1:]), len(ids)]
+    for turn, end in zip(trajectory.turns, ends, strict=False):  # an episode may hold no turn
         for t in range(turn.start, turn.end):
             action = Action(ids[t], completes_turn=t == turn.end - 1)
             following = generative_transition(state, action)

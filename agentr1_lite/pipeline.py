@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,30 +13,36 @@ from typing import Any
 from agentr1_lite import evaluation
 from agentr1_lite.checkpoint import has_checkpoint
 from agentr1_lite.config import Config, ConfigError, reward_spec
-from agentr1_lite.jsonl import DataError, write_text
-from agentr1_lite.loading import data_root
+from agentr1_lite.jsonl import write_text
 from agentr1_lite.policy import QwenPolicy
+from agentr1_lite.runlog import holds_run, remove_run
 from agentr1_lite.tasks import TaskSet, accepted_knobs, load_task
+from agentr1_lite.tasks.scripted import load_logs
 from agentr1_lite.trainer import AgentR1Trainer
 from agentr1_lite.versions import versions
 
 BASELINES = ("closed_book", "naive_rag", "scripted_expert")
 Say = Callable[[str], None]
+Phase = tuple[str, Callable[[], Any]]
 
 
-def make_policy(config: Config) -> QwenPolicy:
-    """The policy that ``config.model`` names."""
+def make_policy(config: Config, device: Any = None) -> QwenPolicy:
+    """The policy that ``config.model`` names, on ``device`` where the configuration leaves it open."""
     model = config.model
-    return QwenPolicy(
-        model.base_model,
-        lora_rank=model.lora_rank,
-        lora_alpha=model.lora_alpha,
-        quantization=model.quantization,
-        dtype=model.dtype,
-        device=model.device,
-        seed=config.training.seed,
-        gradient_checkpointing=model.gradient_checkpointing,
-    )
+    device = device if device is not None and model.device == "auto" else model.device
+    try:
+        return QwenPolicy(
+            model.base_model,
+            lora_rank=model.lora_rank,
+            lora_alpha=model.lora_alpha,
+            quantization=model.quantization,
+            dtype=model.dtype,
+            device=device,
+            seed=config.training.seed,
+            gradient_checkpointing=model.gradient_checkpointing,
+        )
+    except RuntimeError as error:  # torch's, for a device that is not there or too small
+        raise ConfigError(f"model.base_model {model.base_model!r} on model.device {device!r}: {error}") from error
 
 
 def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
@@ -47,7 +53,10 @@ def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
     options = {name: value for name, value in environment.items() if name in known}
     if "rewards" in known:
         options["rewards"] = reward_spec(config.reward) or {"em": 0.0}
-    return load_task(config.task.name, split, **{**options, **config.task.knobs, **knobs})
+    try:
+        return load_task(config.task.name, split, **{**options, **config.task.knobs, **knobs})
+    except TypeError as error:
+        raise ConfigError(f"task.knobs {config.task.knobs}: a value has the wrong type ({error})") from error
 
 
 def held_out(config: Config) -> TaskSet:
@@ -57,17 +66,6 @@ def held_out(config: Config) -> TaskSet:
     task_set = make_task(config, wanted.split, **knobs)
     task_set.tasks = task_set.tasks[: wanted.questions]
     return task_set
-
-
-def data_file(name: str) -> Path:
-    """A file of the configuration, as it stands or beside the package's own data."""
-    path = Path(name)
-    beside = data_root() / Path(name).name
-    if not path.exists() and beside.exists():
-        return beside
-    if not path.exists():
-        raise DataError(f"{name}: no such file, here or in {data_root()}; remake it with `python -m agentr1_lite data`")
-    return path
 
 
 def train(
@@ -81,97 +79,135 @@ def train(
 ) -> dict[str, Any]:
     """Run the phases the configuration asks for, evaluate after each, and write ``summary.json``.
 
-    Raises ``ConfigError`` where the run folder holds another run and neither ``resume`` nor ``fresh`` says what to do.
+    Of several processes the first one evaluates, writes and returns the summary, the others return {}.
+    Nothing is written before everything the run needs was read. Raises ``ConfigError`` where the run folder holds
+    another run and neither ``resume`` nor ``fresh`` says what to do.
     """
-    folder = Path(config.run.output)
-    if has_checkpoint(folder) and not (resume or fresh):
-        raise ConfigError(f"run.output: {folder} holds a run already; pass --resume, --fresh or another run.output")
-    if resume and not has_checkpoint(folder):
-        raise ConfigError(f"run.output: {folder} holds no checkpoint to resume from; start without --resume")
-    if fresh and folder.exists():
-        shutil.rmtree(folder)
-    started = time.perf_counter()
-    policy = make_policy(config)
-    task_set, test_set = make_task(config, "train"), held_out(config)
+    folder, started = Path(config.run.output), time.perf_counter()
+    _check_folder(folder, resume, fresh)
+    accelerator = accelerator or _processes()
+    leads = accelerator is None or accelerator.is_main_process
+    data, train_set, test_set = read_data(config), make_task(config, "train"), held_out(config)
+    policy = make_policy(config, accelerator and accelerator.device)
     trainer = AgentR1Trainer(policy, config, callbacks=callbacks, accelerator=accelerator)
-    if resume:
-        trainer.resume()
-    seconds = _load_seconds(folder)
-    seconds.setdefault("setup", time.perf_counter() - started)
-
-    def measured(name: str, work: Callable[[], Any]) -> None:
-        began = time.perf_counter()
-        work()
-        if name not in seconds:
-            seconds[name] = time.perf_counter() - began
-
+    plan = phases(config, trainer, train_set, data)
     reports: dict[str, evaluation.Report] = {}
 
-    def look(name: str, make: Callable[[], evaluation.Report]) -> None:
-        """Evaluate once; a resumed run reads what it had found."""
+    def look(name: str, make: Callable[..., evaluation.Report], now: bool) -> None:
+        """Evaluate where the policy is ``now`` the one to be evaluated; a resumed run reads what it had found."""
         path = folder / "evaluation" / f"{name}.json"
-        if path.exists():
-            reports[name] = evaluation.Report.load(path)
-        else:
-            measured(f"evaluate {name}", lambda: reports.update({name: make()}))
-            reports[name].save(path)
-        low, high = reports[name].interval()
-        say(f"{name:>16}: EM {reports[name].mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(reports[name])}")
+        if now and leads and not path.exists():
+            make(seed=config.evaluation.seed).save(path)
+        if path.exists() and leads:
+            reports[name] = report = evaluation.Report.load(path)
+            low, high = report.interval()
+            say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
 
-    options = {"seed": config.evaluation.seed}
-    for name in BASELINES if not trainer.finished and not trainer.phase else ():
-        if task_set.index is not None:
-            look(name, lambda name=name: evaluation.run_baseline(name, policy, test_set, **options))
-    for name in BASELINES:
-        if name not in reports and (folder / "evaluation" / f"{name}.json").exists():
-            look(name, lambda: None)
+    def score(name: str, now: bool) -> None:
+        options = {"name": name, "temperature": config.evaluation.temperature}
+        look(name, lambda **seed: evaluation.evaluate(policy, test_set, **options, **seed), now)
 
-    def score(name: str) -> None:
-        temperature = config.evaluation.temperature
-        look(name, lambda: evaluation.evaluate(policy, test_set, name=name, temperature=temperature, **options))
-
-    if not trainer.finished and not trainer.phase or (folder / "evaluation" / "base.json").exists():
-        score("base")
-    for phase, work in phases(config, trainer, task_set):
-        done_before = phase in trainer.finished
-        measured(phase, work)
-        if not done_before or (folder / "evaluation" / f"{phase}.json").exists():
-            score(phase)
-        _save_seconds(folder, seconds)
-    policy.save(folder / "policy")
+    if config.evaluation.every:
+        trainer.callbacks.append(Evaluations(test_set))
+    if fresh and leads:
+        remove_run(folder)
+    trainer.resume() if resume else trainer.open()
+    seconds = {"setup": time.perf_counter() - started}
+    for name in baselines(test_set):
+        look(name, lambda name=name, **seed: evaluation.run_baseline(name, policy, test_set, **seed), not trainer.count)
+    score("base", not trainer.count)
+    for phase, work in plan:
+        work()
+        score(phase, trainer.finished[-1:] == [phase] and not trainer.phase)
+    if not leads:
+        return {}
     summary = {
-        "em": {name: reports[name].mean() for name in ("base", "imitation", "offline", "online") if name in reports},
-        "interval": {name: list(reports[name].interval()) for name in reports},
+        "em": {name: reports[name].mean() for name in ("base", *dict(plan)) if name in reports},
+        "interval": {name: list(report.interval()) for name, report in reports.items()},
         "n": len(test_set.tasks),
         "baselines": {name: reports[name].mean() for name in BASELINES if name in reports},
-        "seconds": {**seconds, "total": sum(seconds.values())},
+        "seconds": _seconds(seconds, trainer, reports),
         "seed": config.training.seed,
         "split": config.evaluation.split,
         "algorithm": config.training.algorithm,
         "versions": versions(),
     }
+    policy.save(folder / "policy")
     write_text(folder / "summary.json", json.dumps(summary, indent=1) + "\n")
     return summary
 
 
-def phases(config: Config, trainer: AgentR1Trainer, task_set: TaskSet) -> list[tuple[str, Callable[[], Any]]]:
-    """The phases that the configuration switches on, in order."""
-    rlhf, out = config.rlhf, []
+def read_data(config: Config) -> dict[str, list[Any]]:
+    """The episodes of phases 1 and 2, where the configuration switches them on."""
+    rlhf, files = config.rlhf, {}
     if rlhf.imitation_epochs:
-        data = data_file(rlhf.imitation_data or "data/demonstrations.jsonl")
-        out.append(("imitation", lambda: trainer.pretrain(data)))
+        files["imitation"] = rlhf.imitation_data or "data/demonstrations.jsonl"
     if rlhf.offline_phase:
-        logs = data_file(rlhf.offline_data)
-        out.append(("offline", lambda: trainer.offline_rl(logs)))
-    if rlhf.online_rollouts != 0:
+        files["offline"] = rlhf.offline_data
+    return {phase: load_logs(file) for phase, file in files.items()}
+
+
+def phases(config: Config, trainer: AgentR1Trainer, task_set: TaskSet, data: dict[str, list[Any]]) -> list[Phase]:
+    """The phases to run, in order; the logs are encoded here."""
+    work = {"imitation": trainer.pretrain, "offline": trainer.offline_rl}
+    encoded = {phase: trainer.trajectories(rows) for phase, rows in data.items()}
+    out: list[Phase] = [(phase, lambda phase=phase: work[phase](encoded[phase])) for phase in encoded]
+    if config.rlhf.online_rollouts != 0:
         out.append(("online", lambda: trainer.online_rl(task_set)))
     return out
 
 
-def _load_seconds(folder: Path) -> dict[str, float]:
-    path = folder / "seconds.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def baselines(task_set: TaskSet) -> list[str]:
+    """Those of `BASELINES` that the task can be measured by: with passages, and with known chains of facts."""
+    scripted = all("chain" in task.info for task in task_set.tasks)
+    return [name for name in BASELINES if task_set.index is not None and (scripted or name != "scripted_expert")]
 
 
-def _save_seconds(folder: Path, seconds: dict[str, float]) -> None:
-    write_text(folder / "seconds.json", json.dumps(seconds, indent=1) + "\n")
+class Evaluations:
+    """A callback that evaluates every ``evaluation.every`` steps of phase 3 and appends to ``evaluations.jsonl``."""
+
+    def __init__(self, task_set: TaskSet) -> None:
+        self.task_set = task_set
+
+    def on_step(self, trainer: AgentR1Trainer, phase: str, step: int, metrics: dict[str, float]) -> None:
+        wanted = trainer.config.evaluation
+        share = trainer.accelerator
+        if phase != "online" or not wanted.every or step % wanted.every or not (share is None or share.is_main_process):
+            return
+        options = {"temperature": wanted.temperature, "seed": wanted.seed}
+        report = evaluation.evaluate(trainer.policy, self.task_set, **options)
+        low, high = report.interval()
+        row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}
+        trainer.log.add("evaluations.jsonl", {**row, "em": report.mean(), "low": low, "high": high})
+
+
+def _check_folder(folder: Path, resume: bool, fresh: bool) -> None:
+    if resume and fresh:
+        raise ConfigError("--resume and --fresh exclude each other; the one continues a run, the other removes it")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"run.output: {folder} is a file; give the folder that the run is to be written into")
+    if resume and not has_checkpoint(folder):
+        raise ConfigError(f"run.output: {folder} holds no checkpoint to resume from; start without --resume")
+    if holds_run(folder) and not (resume or fresh):
+        raise ConfigError(f"run.output: {folder} holds a run already; pass --resume, --fresh or another run.output")
+
+
+def _processes() -> Any:
+    """An Accelerator where ``accelerate launch`` or ``torchrun`` started several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from accelerate import Accelerator
+
+    return Accelerator()
+
+
+def _seconds(
+    setup: dict[str, float], trainer: AgentR1Trainer, reports: dict[str, evaluation.Report]
+) -> dict[str, float]:
+    """Seconds of every part: set-up of this process, steps by phase, evaluations; a resumed run's add up."""
+    seconds = dict(setup)
+    for row in trainer.log.rows():
+        seconds[row["phase"]] = seconds.get(row["phase"], 0.0) + row["seconds"]
+    seconds["baselines"] = sum(reports[name].seconds for name in BASELINES if name in reports)
+    seconds["evaluation"] = sum(report.seconds for name, report in reports.items() if name not in BASELINES)
+    return {**seconds, "total": sum(seconds.values())}

@@ -268,7 +268,8 @@ class QwenPolicy:
         """``log π(token t | tokens before t)`` at action positions, float32, (B, T).
 
         The logits are divided by ``temperature``, as the sampler did (trl#3029).
-        ``which="reference"`` needs no gradient and gets none.
+        ``which="reference"`` needs no gradient and gets none. With ``share_prompt``
+        a prompt of several rows, and a row that occurs several times, is passed once.
         """
         if which not in ("actor", "reference"):
             raise PolicyError(f"which={which!r} is not known; use 'actor' or 'reference'")
@@ -276,25 +277,31 @@ class QwenPolicy:
             raise PolicyError("the policy has no reference; call policy.freeze_reference() when the phase starts")
         model = self._reference if which == "reference" and not self.lora_rank else self.causal
         grad = torch.is_grad_enabled() and which == "actor"
+        rows, where = forward.distinct_rows(batch) if share_prompt else (batch, None)
         with self._using(which), torch.set_grad_enabled(grad):
             hidden, index = forward.action_states(
-                model.base_model, batch, share_prompt=share_prompt and not self._checkpoints
+                model.base_model, rows, share_prompt=share_prompt and not self._checkpoints
             )
-            targets = batch.input_ids.reshape(-1)[index]
+            targets = rows.input_ids.reshape(-1)[index]
             logprobs, spread = forward.token_log_probs(
                 model.get_output_embeddings(), hidden, targets, temperature=temperature, entropy=entropy, chunk=chunk
             )
-        spread = forward.scatter(spread, index, batch.input_ids) if spread is not None else None
-        return LogProbs(forward.scatter(logprobs, index, batch.input_ids), spread)
+            logprobs = forward.scatter(logprobs, index, rows.input_ids)
+            spread = forward.scatter(spread, index, rows.input_ids) if spread is not None else None
+            if where is not None:
+                logprobs, spread = logprobs[where], spread[where] if spread is not None else None
+        return LogProbs(logprobs, spread)
 
     def values(self, batch: forward.Rows, *, share_prompt: bool = True) -> Tensor:
         """``V(s_t)`` of the state before token t, at action positions, else 0: (B, T)."""
         if not self.has_critic:
             raise PolicyError("the policy has no critic; call policy.add_critic() first")
         body = self.causal.base_model if self.lora_rank else self._critic
+        rows, where = forward.distinct_rows(batch) if share_prompt else (batch, None)
         with self._using("critic"):
-            hidden, index = forward.action_states(body, batch, share_prompt=share_prompt and not self._checkpoints)
-        return forward.scatter(self.value_head(hidden.float())[:, 0], index, batch.input_ids)
+            hidden, index = forward.action_states(body, rows, share_prompt=share_prompt and not self._checkpoints)
+        values = forward.scatter(self.value_head(hidden.float())[:, 0], index, rows.input_ids)
+        return values if where is None else values[where]
 
     @property
     def _checkpoints(self) -> bool:
@@ -343,6 +350,7 @@ class QwenPolicy:
         renamed; a former checkpoint stays until the new one is complete.
         """
         path = Path(path)
+        storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
             raise PolicyError(f"{str(path)!r} holds the base of this adapter; save the adapter into another folder")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 
 from agentr1_lite.batch import Batch, collate
-from agentr1_lite.losses import Stats, dpo_loss, merge_stats, sequence_logprobs
+from agentr1_lite.losses import Stats, dpo_loss, sequence_logprobs
 from agentr1_lite.mdp import Trajectory
 from agentr1_lite.policy import QwenPolicy
-from agentr1_lite.update import Share
-
-ALONE = Share()
+from agentr1_lite.update import ALONE, Share, merged
 
 
 class PreferencePair(NamedTuple):
@@ -100,5 +98,5 @@ def dpo_step(
         chosen, rejected = episode_logprobs(policy, batch).chunk(2)
         loss, stats = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=beta, normalizer=len(pairs))
         loss.backward()
-        parts.append({**stats, "loss": loss.detach() * len(pairs) / len(part)})
-    return merge_stats(parts)
+        parts.append({**stats, "loss": loss.detach()})
+    return merged(parts, share, "loss")

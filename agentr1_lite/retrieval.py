@@ -201,7 +201,7 @@ class SearchTool(Tool):
         "required": ["query"],
     }
     inline = True  # microseconds a call, and in the order the calls were written
-    shared = ("index",)
+    shared = ("index", "rng")  # reset gives every episode a generator of its own
 
     def __init__(
         self,

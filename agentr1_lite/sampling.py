@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,7 +72,8 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
-def stop_candidates(tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str], vocabulary: int) -> np.ndarray:
+@functools.lru_cache(maxsize=8)
+def stop_candidates(tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str, ...], vocabulary: int) -> np.ndarray:
     """(V,) True for tokens that can complete a stop string: those that hold the last character of one.
 
     Only after such a token is a row's recent text looked at. Part of a

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from agentr1_lite.loading import FORMER, PolicyError, resolve
+from agentr1_lite.loading import FORMER, PolicyError, quiet, resolve
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"  # inside an adapter folder: a base model that has no name
@@ -34,7 +34,8 @@ def write_model(folder: Path, model: PreTrainedModel, dtype: torch.dtype | None)
     weights = {k.replace(".base_layer.", "."): v for k, v in model.state_dict().items() if ".lora_" not in k}
     if dtype is not None:
         weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
-    model.save_pretrained(folder, state_dict=weights)
+    with quiet():
+        model.save_pretrained(folder, state_dict=weights)
 
 
 def write_adapter(folder: Path, settings: Any, weights: Mapping[str, Tensor], base: str) -> None:
@@ -42,6 +43,15 @@ def write_adapter(folder: Path, settings: Any, weights: Mapping[str, Tensor], ba
     settings = type(settings)(**{**settings.to_dict(), "base_model_name_or_path": base, "inference_mode": True})
     settings.save_pretrained(folder)
     write_tensors(folder / ADAPTER_FILE, weights)
+
+
+def check_target(path: Path) -> None:
+    """A save replaces a folder as a whole, so it must be new, empty, or a former checkpoint."""
+    if path.exists() and not path.is_dir():
+        raise PolicyError(f"{str(path)!r} is a file; give save a folder")
+    if path.is_dir() and any(path.iterdir()):
+        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise PolicyError(f"folder {str(path)!r} holds other files, which a save would replace; give a new folder")
 
 
 def lasting_name(name: str | Path) -> str:

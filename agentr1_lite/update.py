@@ -7,10 +7,11 @@ split (trl#3021, verl#593).
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from agentr1_lite import losses
 from agentr1_lite.advantages import estimate, find
 from agentr1_lite.batch import Batch, collate, micro_batches
+from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
-from agentr1_lite.mdp import Trajectory
+from agentr1_lite.mdp import StopReason, Trajectory
 from agentr1_lite.policy import QwenPolicy
 
 CRITIC_ESTIMATORS = ("gae", "turn_gae", "n_step")
@@ -29,11 +31,15 @@ KL_IN_REWARD = ("gae", "turn_gae", "n_step", "reinforce_pp")
 
 @dataclass
 class Experience:
-    """A batch with everything the update needs, all (B, T)."""
+    """A batch with everything the update needs, all (B, T).
+
+    ``batch.action_mask`` is the actor's loss mask; ``returns`` and ``values`` count on ``estimated``.
+    """
 
     batch: Batch
     advantages: Tensor
     returns: Tensor
+    estimated: Tensor
     old_logprobs: Tensor
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
@@ -41,10 +47,17 @@ class Experience:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the work this process does: micro-batches ``rank, rank + size, ...``."""
+    """Which part of the work this process does: micro-batches ``rank, rank + size, ...``.
+
+    ``gather`` puts the lists of all processes together.
+    """
 
     rank: int = 0
     size: int = 1
+    gather: Callable[[list], list] = field(default=list, compare=False)
+
+
+ALONE = Share()
 
 
 def needs_critic(algorithm: str) -> bool:
@@ -88,7 +101,8 @@ def prepare(
     ``kl_penalty`` is charged per token inside the reward whatever the algorithm does with ``kl_weight``.
     ``baselines`` holds one greedy return per trajectory (ReMax). With
     ``config.advantage_mask`` off the estimator counts observation tokens as
-    actions, with ``config.loss_mask`` off the loss does: [P1] Table 4.
+    actions, with ``config.loss_mask`` off the loss does: [P1] Table 4. With the
+    loss mask off alone an observation takes the advantage of the turn before it.
     """
     batch = collate(trajectories, pad_id=policy.tokenizer.pad_token_id or 0).to(policy.device)
     everything = response_mask(batch)
@@ -101,7 +115,7 @@ def prepare(
             lambda part: policy.log_probs(part, temperature=temperature, which=which).logprobs, scored, budget
         )
 
-    old = log_probs("actor") if wide else batch.old_logprobs
+    old = torch.where(batch.action_mask, batch.old_logprobs, log_probs("actor")) if wide else batch.old_logprobs
     place = kl_place(config)
     reference = log_probs("reference") if place or kl_penalty else None
     mask = batch.action_mask if config.advantage_mask else everything
@@ -127,17 +141,26 @@ def prepare(
         step_weight=config.step_weight,
         whiten=config.whiten,
     )
-    learned = replace(batch, action_mask=batch.action_mask if config.loss_mask else everything)
-    return Experience(learned, advantages, returns, old, reference, values)
+    learned = batch if config.loss_mask else scored
+    if not config.loss_mask:
+        advantages = last_on_mask(advantages, mask)
+    return Experience(learned, advantages, returns, mask, old, reference, values)
+
+
+def last_on_mask(x: Tensor, mask: Tensor) -> Tensor:
+    """Each token gets the number of the last token on the mask up to it, 0 before the first; (B, T)."""
+    steps = torch.arange(x.shape[1], device=x.device).expand_as(x)
+    latest = torch.where(mask, steps, -1).cummax(-1).values
+    return torch.where(latest >= 0, x.gather(-1, latest.clamp(min=0)), 0.0)
 
 
 def mini_batches(experience: Experience, count: int, seed: int) -> list[Tensor]:
     """Rows of each optimiser step; whole trajectories, shuffled by ``seed`` where there are several steps."""
     trajectory = experience.batch.trajectory_index.cpu()
-    total = int(trajectory.max()) + 1
     if count == 1:
         return [torch.arange(len(trajectory))]
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    order = trajectory.unique()  # a trajectory without tokens has no row
+    order = order[torch.randperm(len(order), generator=torch.Generator().manual_seed(seed))]
     return [torch.isin(trajectory, part).nonzero()[:, 0] for part in order.chunk(count)]
 
 
@@ -149,7 +172,7 @@ def actor_gradient(
     *,
     kl_weight: float | None = None,
     max_length: int | None = None,
-    share: Share = Share(),
+    share: Share = ALONE,
 ) -> dict[str, float]:
     """Add the policy loss's gradient over ``rows`` to the actor's parameters; returns statistics.
 
@@ -161,7 +184,6 @@ def actor_gradient(
     weight = config.kl_weight if kl_weight is None else kl_weight
     common = {"aggregation": config.aggregation, "normalizer": normalizer, "max_length": max_length}
     parts: list[losses.Stats] = []
-    losses_seen: list[float] = []
     for local in micro_batches(whole, config.micro_batch_tokens)[share.rank :: share.size]:
         micro, at = whole.select(local), rows[local]
         out = policy.log_probs(micro, temperature=config.temperature, entropy=config.entropy_weight > 0)
@@ -178,7 +200,7 @@ def actor_gradient(
             kind=config.loss,
             **common,
         )
-        losses_seen.append(float(loss.detach()))
+        stats["loss"] = loss.detach()
         if in_loss:
             loss = loss + weight * losses.kl_loss(
                 out.logprobs, experience.ref_logprobs[at], mask, config.kl_estimator, **common
@@ -190,17 +212,16 @@ def actor_gradient(
         stats["log_ratio_max"] = log_ratio.abs().max()
         loss.backward()
         parts.append(stats)
-    return {**losses.merge_stats(parts), "loss": sum(losses_seen)}
+    return merged(parts, share, "loss")
 
 
 def critic_gradient(
-    policy: QwenPolicy, experience: Experience, rows: Tensor, config: TrainingConfig, *, share: Share = Share()
+    policy: QwenPolicy, experience: Experience, rows: Tensor, config: TrainingConfig, *, share: Share = ALONE
 ) -> dict[str, float]:
     """Add the clipped value loss's gradient over ``rows`` to the critic's parameters; returns statistics."""
-    whole = experience.batch.select(rows)
+    whole = replace(experience.batch, action_mask=experience.estimated).select(rows)
     normalizer = losses.normalizer_for(whole.action_mask)
     parts: list[losses.Stats] = []
-    losses_seen: list[float] = []
     for local in micro_batches(whole, config.micro_batch_tokens)[share.rank :: share.size]:
         micro, at = whole.select(local), rows[local]
         loss, stats = losses.value_loss(
@@ -211,10 +232,20 @@ def critic_gradient(
             clip=config.value_clip,
             normalizer=normalizer,
         )
-        losses_seen.append(float(loss.detach()))
         loss.backward()
-        parts.append(stats)
-    return {**losses.merge_stats(parts), "value_loss": sum(losses_seen)}
+        parts.append({**stats, "value_loss": loss.detach()})
+    at = whole.action_mask
+    fit = explained_variance(experience.values[rows][at], experience.returns[rows][at])
+    return {**merged(parts, share, "value_loss"), "explained_variance": fit}
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 − Σ (G − V)² / Σ (G − mean G)² over the tokens (N,): 1 is a perfect critic, 0 no better than the mean.
+
+    Of the values that the advantages came from; not a mean over tokens, so micro-batches cannot be averaged.
+    """
+    spread = float(((returns - returns.mean()) ** 2).sum())
+    return 1 - float(((returns - values) ** 2).sum()) / spread if spread > 1e-9 else 0.0
 
 
 def nll_gradient(
@@ -223,7 +254,7 @@ def nll_gradient(
     weights: Tensor,
     max_tokens: int,
     *,
-    share: Share = Share(),
+    share: Share = ALONE,
 ) -> dict[str, float]:
     """Add the gradient of −w · log π over M, w (B, T) or (B,); 1 is imitation, AWR weights are offline RL."""
     normalizer = losses.normalizer_for(batch.action_mask)
@@ -233,14 +264,15 @@ def nll_gradient(
         logprobs = policy.log_probs(micro).logprobs
         loss = losses.weighted_nll(logprobs, weights[rows], micro.action_mask, normalizer=normalizer)
         loss.backward()
-        parts.append(
-            {
-                "loss": loss.detach() * normalizer / micro.action_mask.sum().clamp(min=1),
-                "nll": losses.masked_mean(-logprobs, micro.action_mask),
-                "tokens": micro.action_mask.sum(),
-            }
-        )
-    return losses.merge_stats(parts)
+        nll, tokens = losses.masked_mean(-logprobs, micro.action_mask), micro.action_mask.sum()
+        parts.append({"loss": loss.detach(), "nll": nll, "tokens": tokens})
+    return merged(parts, share, "loss")
+
+
+def merged(parts: Sequence[losses.Stats], share: Share, total: str) -> dict[str, float]:
+    """Statistics of every process's micro-batches as those of the batch; the one called ``total`` is a sum."""
+    everyone = share.gather([{name: float(value) for name, value in part.items()} for part in parts])
+    return {**losses.merge_stats(everyone), total: sum(part[total] for part in everyone)}
 
 
 def apply_gradient(
@@ -253,12 +285,12 @@ def apply_gradient(
 
     A gradient that is not finite is dropped: the weights stay as they were and the norm says so.
     """
+    if reduce is not None:  # a process without a micro-batch takes part in every sum
+        for p in parameters:
+            p.grad = reduce(torch.zeros_like(p) if p.grad is None else p.grad)
     held = [p for p in parameters if p.grad is not None]
-    if reduce is not None:
-        for p in held:
-            p.grad.copy_(reduce(p.grad))
-    norm = float(torch.nn.utils.clip_grad_norm_(held, grad_clip if grad_clip > 0 else float("inf")))
-    if norm == norm and norm != float("inf"):
+    norm = float(torch.nn.utils.clip_grad_norm_(held, grad_clip if grad_clip > 0 else math.inf))
+    if math.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -278,6 +310,47 @@ def learning_rate(step: int, base: float, warmup: int) -> float:
     return base * min(1.0, (step + 1) / (warmup + 1))
 
 
+def decay(step: int, steps: int) -> float:
+    """Linear to a tenth: logs are seen a few times only."""
+    return max(0.1, 1.0 - step / max(steps, 1))
+
+
+def step_rows(total: int, size: int, step: int, seed: int, whole: bool = False) -> list[int]:
+    """Which of ``total`` rows step ``step`` takes, ``size`` at a time: a fresh permutation every epoch.
+
+    ``whole``: the remainder of an epoch is left out instead of making a small step.
+    """
+    epoch, place = divmod(step, total // size if whole else math.ceil(total / size))
+    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(phase_seed(seed, epoch))).tolist()
+    return shuffled[place * size : (place + 1) * size]
+
+
 def phase_seed(seed: int, *parts: Any) -> int:
     """A seed below 2³¹ from a run's seed and where in the run it is used; equal on every machine."""
     return zlib.crc32(re.sub(r"\s", "", repr((seed, *parts))).encode()) & 0x7FFFFFFF
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over episodes, for curves: reward and its parts, turns, tokens, shares of the stop reasons."""
+    count = len(trajectories)
+
+    def mean(numbers: Iterable[float]) -> float:
+        return sum(numbers) / count
+
+    metrics = {
+        "reward": mean(t.total_reward for t in trajectories),
+        "turns": mean(len(t.turns) for t in trajectories),
+        "action_tokens": mean(t.num_actions for t in trajectories),
+        "tokens": mean(t.num_tokens for t in trajectories),
+        "tool_calls": mean(len(turn.calls) for t in trajectories for turn in t.turns),
+        "frac_reward_zero_std": zero_variance_share(trajectories),
+    }
+    for part in sorted({name for t in trajectories for name in t.reward_parts}):
+        metrics[f"reward/{part}"] = mean(t.reward_parts.get(part, 0.0) for t in trajectories)
+    for reason in StopReason:
+        if share := mean(t.stop_reason is reason for t in trajectories):
+            metrics[f"stop/{reason.value}"] = share
+    segments = [s for t in trajectories for s in t.segments]
+    sampled = [x for s in segments for x, acted in zip(s.logprobs, s.action_mask, strict=True) if acted]
+    metrics["entropy_estimate"] = -sum(sampled) / max(len(sampled), 1)
+    return metrics

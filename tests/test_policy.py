@@ -8,9 +8,12 @@ import shutil
 import pytest
 import tiny
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from agentr1_lite import forward, loading
 from agentr1_lite.batch import Batch, collate
+from agentr1_lite.forward import distinct_rows
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn
 from agentr1_lite.policy import PolicyError, QwenPolicy
 
@@ -97,6 +100,19 @@ def test_prompts_are_forwarded_once():
     policy.log_probs(batch)
     hook.remove()
     assert fed == [4, 2 * 4, 8 * 12]  # common tokens; two prompts' own but for the last; eight responses
+
+
+def test_equal_rows_are_passed_once_and_change_nothing():
+    policy, batch = tiny.policy(), rows().select([0, 1, 0, 2, 1, 0])
+    weights = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for share in (True, False):
+        logprobs = policy.log_probs(batch, share_prompt=share).logprobs
+        found[share] = logprobs.detach(), gradients(policy, (logprobs * weights).sum())
+    torch.testing.assert_close(found[True][0], found[False][0], atol=1e-5, rtol=0)
+    assert (found[True][1] - found[False][1]).norm() < 1e-5 * found[False][1].norm()
+    kept, where = distinct_rows(batch)
+    assert len(kept.lengths) == 3 and torch.equal(kept.input_ids[where], batch.input_ids)
 
 
 def test_padding_rows_and_masks_do_not_leak():
@@ -344,6 +360,46 @@ def test_state_dict_restores_actor_reference_and_critic(rank):
         tiny.policy(lora_rank=rank + 2).load_state_dict(state)
 
 
+def test_a_save_replaces_nothing_but_checkpoints(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("mine", "file"):
+        with pytest.raises(PolicyError) as error:
+            tiny.policy().save(tmp_path / name)
+        assert "folder" in one_sentence(error)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "x"
+    base = tiny.policy().save(tmp_path / "empty")
+    with pytest.raises(PolicyError, match="base of this adapter"):
+        QwenPolicy(base, lora_rank=4, device="cpu").save(base)
+
+
+def test_an_adapter_names_its_base(tmp_path):
+    base = tiny.policy().save(tmp_path / "base model")
+    policy, batch = QwenPolicy(base, lora_rank=4, device="cpu"), rows()
+    step(policy, batch)
+    folder = policy.save(tmp_path / "adapter")
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert not (folder / "base").exists()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)  # as any other program would
+    right = direct(policy, batch, model=loaded)
+    torch.testing.assert_close(policy.log_probs(batch).logprobs, right, atol=1e-5, rtol=0)
+
+
+def test_four_bit_base_with_adapters(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base = tiny.policy().save(tmp_path / "base")
+    policy, batch = QwenPolicy(base, lora_rank=4, quantization="nf4", device="cpu"), rows()
+    with policy.inference() as causal:  # passes of a rollout come first
+        causal(batch.input_ids)
+    step(policy, batch)
+    policy.log_probs(batch).logprobs.sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in policy.actor_parameters())
+    again = QwenPolicy(policy.save(tmp_path / "adapter"), quantization="nf4", device="cpu")
+    torch.testing.assert_close(again.log_probs(batch).logprobs, policy.log_probs(batch).logprobs, atol=1e-5, rtol=0)
+
+
 def one_sentence(error: pytest.ExceptionInfo) -> str:
     text = str(error.value)
     assert "\n" not in text and len(text) < 600, text
@@ -366,6 +422,21 @@ def test_bad_names_and_folders_are_told_in_one_sentence(tmp_path, monkeypatch):
     with pytest.raises(PolicyError) as error:
         QwenPolicy(tmp_path / "file.json")
     assert "folder" in one_sentence(error)
+
+
+def test_an_absent_network_is_told_at_once(monkeypatch, tmp_path):
+    def unknown(*args):
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
+    with pytest.raises(PolicyError) as error:
+        QwenPolicy("qwen2.5-3b")
+    assert "Qwen/Qwen2.5-3B-Instruct" in one_sentence(error) and "network" in str(error.value)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: "config.json")
+    assert loading.hub_options("Qwen/Qwen2.5-3B-Instruct") == {"local_files_only": True}
+    assert loading.hub_options(str(tmp_path)) == {}
 
 
 BREAK = {

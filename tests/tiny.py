@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import os
 import random
+import socket
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +18,19 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
 from agentr1_lite.policy import QwenPolicy
 
-TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}{{- '# Tools\\n' }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
+TEMPLATE = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools\\n' }}{%- for tool in tools %}{{- (tool | tojson) + '\\n' }}{%- endfor %}{{- '<|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- endif %}
 {%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or message.role == 'assistant' %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endif %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or message.role == 'assistant' %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
@@ -130,3 +144,56 @@ class EchoEnv:
 def tasks(count: int) -> list[Task]:
     questions = ["Who founded the city of Arda?", "search the river", "Is the company in the city, yes or no?"]
     return [Task(f"t{i}", questions[i % len(questions)] + " x" * (i // 3), ("yes",)) for i in range(count)]
+
+
+class ScoredEnv(EchoEnv):
+    """Pays for what a turn says, so that rollouts of one question earn differently."""
+
+    def fork(self) -> ScoredEnv:
+        twin = ScoredEnv(self.max_turns, self.max_turn_tokens, self.max_response_tokens, self.max_tool_tokens)
+        twin.batches = self.batches
+        return twin
+
+    def step(self, text: str, finish_reason: str = "stop") -> Step:
+        step = super().step(text, finish_reason)
+        step.info["turn"].process_reward = 0.125 * (len(text) % 3)
+        if step.done:
+            step.info["outcome"] = 0.25 * (sum(map(ord, text)) % 5)
+        return step
+
+
+def run_cli(arguments: list[str], folder: str) -> None:
+    """The command line in a process of its own; what it prints goes to ``out.txt`` and ``err.txt``."""
+    os.chdir(folder)
+    sys.stdout, sys.stderr = (open(name, "w", buffering=1, encoding="utf-8") for name in ("out.txt", "err.txt"))
+    torch.set_num_threads(1)
+    from agentr1_lite.__main__ import main
+
+    sys.exit(main(arguments))
+
+
+def start_cli(*arguments: str, folder: Path) -> multiprocessing.process.BaseProcess:
+    """Start ``python -m agentr1_lite ARGUMENTS`` from a server that has imported it: a start costs no import."""
+    process = processes().Process(target=run_cli, args=(list(arguments), str(folder)))
+    process.start()
+    return process
+
+
+@functools.cache
+def processes() -> multiprocessing.context.BaseContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tiny", "agentr1_lite.pipeline", "agentr1_lite.report"])
+    return context
+
+
+def cli(*arguments: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of the command line."""
+    process = start_cli(*arguments, folder=folder)
+    process.join(120)
+    return process.exitcode, *((folder / name).read_text(encoding="utf-8") for name in ("out.txt", "err.txt"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

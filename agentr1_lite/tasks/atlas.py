@@ -222,12 +222,17 @@ class World:
         rng = random.Random(f"{self.seed}/{self.split}/{seed}/questions")
         makers = [lambda h=h: self.bridge(h, rng) for h in (1, 2, 3)] + [lambda: self.comparison(rng)]
         tasks: dict[str, Task] = {}
-        for _ in range(50 * count):
+        repeats = 0
+        while len(tasks) < count:
             task = rng.choices(makers, weights=mix)[0]()
+            repeats = repeats + 1 if task.question in tasks else 0
             tasks.setdefault(task.question, task)
-            if len(tasks) == count:
-                return list(tasks.values())
-        raise ValueError(f"atlas: a world of {len(self.entities)} entities has fewer than {count} such questions")
+            if repeats > 400:
+                raise ValueError(
+                    f"atlas: a world of {len(self.entities)} entities has fewer than {count} such questions; "
+                    "ask for fewer, or for a larger world"
+                )
+        return list(tasks.values())
 
 
 def render(passages: Sequence[Passage]) -> str:
@@ -257,6 +262,16 @@ def load(
         failing, noisy: shares of stochastic failures of the search, see `make_search_tool`.
         options: go to `ToolEnv`.
     """
+    shares = {"distractors": distractors, "failing": failing, "noisy": noisy}
+    wholes = {"count": (count, 1), "seed": (seed, 0), "size": (size, 24), "k": (k, 1)}
+    for name, (value, least) in wholes.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"atlas: {name} is {value!r}; expected a whole number of at least {least}")
+    for name, value in shares.items():
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise ValueError(f"atlas: {name} is {value!r}; expected a share from 0 to 1")
+    if not isinstance(mix, list | tuple) or len(mix) != 4 or min(map(float, mix)) < 0 or not sum(map(float, mix)) > 0:
+        raise ValueError(f"atlas: mix is {mix!r}; expected four weights: 1 hop, 2 hops, 3 hops, comparisons")
     world = World(seed, split, size, distractors)
     index = BM25([Passage(title, text) for title, text in world.passages])
     tool = make_search_tool(index, k=k, failing=failing, noisy=noisy, render=render)

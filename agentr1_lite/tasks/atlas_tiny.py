@@ -3,8 +3,8 @@
 Pretraining stands for what a language model brings along before any phase of
 the kit. Every step draws a fresh random world, so nothing can be memorised, and
 shows three kinds of text: lists of names that repeat (copying), passages with
-questions about them (reading), and transcripts of players of mixed quality
-(tool use). Most transcripts are careless, so the base model is able but lazy:
+questions about them (reading), and transcripts of scripted players (tool use).
+The last tenth is mostly careless transcripts, so the base model is able but lazy:
 what the three phases change is what it does, not what it could do.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +33,8 @@ from agentr1_lite.tasks.scripted import encode_log, record, say_answer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>")
-TRANSCRIPTS = {"expert": 0.35, "hasty": 0.35, "guesser": 0.1, "doubter": 0.2}
+SKILLED = {"expert": 0.5, "doubter": 0.2, "careful": 0.1, "hasty": 0.2}
+CARELESS = {"expert": 0.1, "doubter": 0.1, "guesser": 0.1, "hasty": 0.7}
 NAME_WEIGHT, OTHER_WEIGHT = 4.0, 0.1
 WIDTH, HEADS = 128, 4
 
@@ -55,7 +57,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         world = World(seed + 1, "train")
         env = environment(world)
         for task in world.questions(40):
-            log = record(env, task, rng.choice(list(TRANSCRIPTS)), seed)
+            log = record(env, task, rng.choice(list(CARELESS)), seed)
             texts += ["\n".join([m["role"], m["content"], "assistant"]) for m in log["messages"]]
     plain = [text.replace(TAGS[0], "\n").replace(TAGS[1], "\n") for text in texts]
     for word in name_words():
@@ -163,19 +165,42 @@ def copying(words: list[int], rng: random.Random) -> Segment:
     return segment
 
 
-def lesson(step: int, steps: int, chat: ChatFormat, words: list[int]) -> list[Segment]:
-    """The texts of one pretraining step: short ones first, whole episodes later."""
-    rng = random.Random(f"pretrain/{step}")
-    world = World(1_000 + step, "train")
-    early = step < 0.3 * steps
-    counts = {"copy": 4, "read": 14, "play": 4} if early else {"copy": 1, "read": 6, "play": 16}
-    mix = (1, 0, 0, 0) if early else (0.25, 0.3, 0.25, 0.2)
-    out = [copying(words, rng) for _ in range(counts["copy"])]
-    out += [reading(world, chat, rng) for _ in range(counts["read"])]
-    env = environment(world, failing=0.1)
-    for task in world.questions(counts["play"], step, mix):
-        player = rng.choices(list(TRANSCRIPTS), list(TRANSCRIPTS.values()))[0]
-        out += encode_log(record(env, task, player, step), chat).segments
+@dataclass(frozen=True)
+class Cycle:
+    """A stretch of pretraining with its own warm-up and cosine decay, and what its steps show.
+
+    ``short``: share of steps, at the start, on short texts and one-hop episodes alone; ``careless``: share of steps,
+    at the end, on careless transcripts. ``texts``: lists to copy, passages to read, episodes, of a later step.
+    ``mix``: 1 hop, 2 hops, 3 hops, comparisons.
+    """
+
+    steps: int
+    lr: float
+    short: float
+    careless: float
+    texts: tuple[int, int, int]
+    mix: tuple[float, float, float, float]
+
+
+CYCLES = (
+    Cycle(1600, 2e-3, 0.25, 0.1, (1, 6, 16), (0.25, 0.3, 0.25, 0.2)),
+    Cycle(900, 1.5e-3, 0.0, 0.12, (0, 4, 18), (0.15, 0.3, 0.3, 0.25)),
+)
+
+
+def lesson(number: int, place: float, cycle: Cycle, chat: ChatFormat, words: list[int]) -> list[Segment]:
+    """The texts of pretraining step ``number``, at ``place`` (0 to 1) of its cycle."""
+    rng = random.Random(f"pretrain/{number}")
+    world = World(1_000 + number, "train")
+    short = place < cycle.short
+    lists, passages, episodes = (4, 14, 4) if short else cycle.texts
+    out = [copying(words, rng) for _ in range(lists)]
+    out += [reading(world, chat, rng) for _ in range(passages)]
+    env = environment(world)
+    players = CARELESS if place >= 1 - cycle.careless else SKILLED
+    for task in world.questions(episodes, number, (1, 0, 0, 0) if short else cycle.mix):
+        player = rng.choices(list(players), list(players.values()))[0]
+        out += encode_log(record(env, task, player, number), chat).segments
     return out
 
 
@@ -193,51 +218,66 @@ def parts(segments: list[Segment], count: int) -> Iterator[tuple[Tensor, Tensor]
 
 
 def pretrain(
-    folder: str | Path, steps: int = 1500, lr: float = 2e-3, seed: int = 0, progress: bool = True
+    folder: str | Path, cycles: Sequence[Cycle] = CYCLES, seed: int = 0, progress: bool = True
 ) -> dict[str, float]:
     """Build tokenizer and model, pretrain, and save both to ``folder``; returns the last losses.
 
     Loss: cross-entropy, weight 1 on action tokens (4 on names in them, which carry what is to be learned) and
-    0.1 elsewhere; AdamW with warm-up and cosine decay.
+    0.1 elsewhere; AdamW, started anew in every cycle.
     """
-    tokenizer = build_tokenizer()
-    chat = ChatFormat(tokenizer)
+    tokenizer, started = build_tokenizer(), time.perf_counter()
     model = build_model(len(tokenizer), seed)
-    words = [tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in name_words()]
-    is_name = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    is_name[words] = True
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    averages: dict[str, float] = {}
-    started = time.perf_counter()
-    bar = tqdm(range(steps), desc="pretraining atlas-tiny", disable=not progress)
-    for step in bar:
-        rate = lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        segments = lesson(step, steps, chat, words)
-        batches = []
-        for ids, weight in parts(segments, 3):
-            targets, weight = ids[:, 1:], weight[:, 1:]
-            batches.append((ids, torch.where(is_name[targets] & (weight == 1), NAME_WEIGHT, weight)))
-        total = sum(float(weight.sum()) for _, weight in batches)
-        seen = {"action": [0.0, 0], "name": [0.0, 0]}
-        for ids, weight in batches:
-            kept = weight > 0
-            hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-            nll = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")
-            ((nll * weight[kept]).sum() / total).backward()
-            for label, chosen in (("action", weight[kept] >= 1), ("name", weight[kept] == NAME_WEIGHT)):
-                seen[label][0] += float(nll.detach()[chosen].sum())
-                seen[label][1] += int(chosen.sum())
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        for label, (loss, count) in seen.items():
-            averages[label] = 0.95 * averages.get(label, loss / max(count, 1)) + 0.05 * loss / max(count, 1)
-        bar.set_postfix({k: f"{v:.3f}" for k, v in averages.items()}, refresh=False)
+    losses, number = {}, 0
+    for cycle in cycles:
+        losses = run_cycle(model, ChatFormat(tokenizer), cycle, number, progress)
+        number += cycle.steps
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     Path(folder).mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return {**averages, "seconds": time.perf_counter() - started}
+    return {**losses, "seconds": time.perf_counter() - started}
+
+
+def run_cycle(
+    model: Qwen2ForCausalLM, chat: ChatFormat, cycle: Cycle, first: int = 0, progress: bool = True
+) -> dict[str, float]:
+    """One cycle, its steps numbered from ``first``; returns running means of the losses on actions and on names."""
+    words = [chat.tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in name_words()]
+    is_name = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    is_name[words] = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=cycle.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    averages: dict[str, float] = {}
+    bar = tqdm(range(cycle.steps), desc="pretraining atlas-tiny", disable=not progress)
+    for step in bar:
+        place = step / cycle.steps
+        rate = cycle.lr * min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * place)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batches = []
+        for ids, weight in parts(lesson(first + step, place, cycle, chat, words), 3):
+            targets, weight = ids[:, 1:], weight[:, 1:]
+            batches.append((ids, torch.where(is_name[targets] & (weight == 1), NAME_WEIGHT, weight)))
+        seen = fit(model, batches)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        for label, loss in seen.items():
+            averages[label] = 0.95 * averages.get(label, loss) + 0.05 * loss
+        bar.set_postfix({k: f"{v:.3f}" for k, v in averages.items()}, refresh=False)
+    return averages
+
+
+def fit(model: Qwen2ForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Add the gradient of the weighted cross-entropy of (ids (b, T), weights (b, T − 1)); returns mean losses."""
+    total = sum(float(weight.sum()) for _, weight in batches)
+    sums, counts = {"action": 0.0, "name": 0.0}, {"action": 0, "name": 0}
+    for ids, weight in batches:
+        kept = weight > 0
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        nll = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")
+        ((nll * weight[kept]).sum() / total).backward()
+        for label, chosen in (("action", weight[kept] >= 1), ("name", weight[kept] == NAME_WEIGHT)):
+            sums[label] += float(nll.detach()[chosen].sum())
+            counts[label] += int(chosen.sum())
+    return {label: sums[label] / max(counts[label], 1) for label in sums}

@@ -16,7 +16,7 @@ from agentr1_lite.tasks import load_task
 from agentr1_lite.tasks.scripted import record
 
 DEMONSTRATIONS, LOGGED_QUESTIONS = 400, 240
-LOG_PLAYERS = ("expert", "annotator", "annotator", "hasty", "hasty")
+LOG_PLAYERS = ("careful", "annotator", "annotator", "hasty", "hasty")
 
 
 def worlds(folder: Path) -> list[Path]:

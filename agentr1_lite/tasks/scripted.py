@@ -8,6 +8,7 @@ environment; `encode_log` turns a log into a Trajectory for a given tokenizer.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,8 @@ from typing import Any
 
 from agentr1_lite.chat import ChatFormat
 from agentr1_lite.env import ToolEnv
-from agentr1_lite.jsonl import DataError, read_rows
+from agentr1_lite.jsonl import DataError, read_numbered
+from agentr1_lite.loading import data_root
 from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, Turn, TurnKind
 from agentr1_lite.toolcalls import ToolCall, parse_answer, parse_tool_calls, render_tool_call
 
@@ -40,10 +42,11 @@ class Habits:
 
 PLAYERS: dict[str, Habits] = {
     "expert": Habits(),
+    "careful": Habits(give_up=0.95),
     "annotator": Habits(stop_early={3: 0.75}, give_up=1.0),
-    "hasty": Habits(guess=0.1, stop_early={2: 0.7, 3: 0.7}, give_up=0.5),
+    "hasty": Habits(guess=0.05, stop_early={2: 0.9, 3: 0.9}, give_up=0.9),
     "guesser": Habits(guess=0.8, give_up=1.0),
-    "doubter": Habits(give_up=0.7, repeat=0.4),
+    "doubter": Habits(give_up=0.5, repeat=0.3),
 }
 
 
@@ -88,10 +91,11 @@ def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, An
     env = env.fork()
     messages = list(env.reset(task, seed))
     turns = play(task, PLAYERS[player], rng)
-    text, result = next(turns), None
+    text, result, reward = next(turns), None, 0.0
     while True:
         messages.append({"role": "assistant", "content": text})
         result = env.step(text)
+        reward += result.reward
         messages += result.observation
         if result.done:
             break
@@ -102,27 +106,67 @@ def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, An
         "task": task.to_dict(),
         "tools": env.tool_schemas,
         "messages": messages,
-        "reward": result.reward,
+        "reward": reward,
         "reward_parts": result.info["reward_parts"],
         "answer": result.info["answer"],
         "stop_reason": result.info["stop_reason"].value,
     }
 
 
-def load_logs(path: str | Path) -> list[dict[str, Any]]:
-    """Read message logs from JSON Lines or a JSON array; the first broken row is named in a `DataError`."""
-    rows, problems = read_rows(path)
+def find_data(name: str | Path) -> Path:
+    """A file as it is named, else the shipped one: ``data/offline_logs.json`` is found from any folder."""
+    path = Path(name)
+    shipped = data_root() / path.name
+    if path.exists():
+        return path
+    if str(path.parent) in (".", "data") and shipped.exists():
+        return shipped
+    raise DataError(f"{name}: no such file, here or in {data_root()}; remake it with `python -m agentr1_lite data`")
+
+
+def load_logs(path: str | Path) -> list[Trajectory | dict[str, Any]]:
+    """Read trajectories or message logs from JSON Lines or a JSON array; the first broken row is a `DataError`."""
+    path = find_data(path)
+    rows, problems = read_numbered(path)
     if problems:
         raise DataError(f"{problems[0]}; mend or remove the row")
-    for number, row in enumerate(rows, 1):
-        missing = [key for key in ("policy", "task", "messages", "reward") if key not in row]
-        if missing:
-            raise DataError(
-                f"{path}: row {number} has no {missing[0]!r}; a log needs policy, task, messages and reward"
-            )
-        if not any(m.get("role") == "assistant" for m in row["messages"]):
-            raise DataError(f"{path}: row {number} has no assistant turn; there is nothing to learn from it")
-    return rows
+    if not rows:
+        raise DataError(f"{path}: holds no trajectory to learn from; give at least one")
+    return [_episode(row, f"{path}, line {line}") for line, row in rows]
+
+
+def _episode(row: dict[str, Any], where: str) -> Trajectory | dict[str, Any]:
+    try:
+        if "segments" not in row:
+            check_log(row)
+            return row
+        trajectory = Trajectory.from_dict(row)
+        trajectory.check()
+        return trajectory
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        said = f"has no {error}" if isinstance(error, KeyError) else error
+        raise DataError(f"{where}: {said}; mend or remove the row") from error
+
+
+def check_log(log: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` or ``KeyError`` where a message log is not what `record` writes."""
+    task, messages, reward = log["task"], log["messages"], log["reward"]
+    if not isinstance(task, Mapping) or not isinstance(task["question"], str) or not isinstance(task["golds"], list):
+        raise ValueError(f"task is {task!r:.60}; expected an object with id, question and golds")
+    Task.from_dict(task)
+    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise ValueError(f"reward is {reward!r:.60}; expected a number")
+    for number, message in enumerate(messages if isinstance(messages, list) else [messages]):
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f"message {number} is {message!r:.60}; expected an object with role and content as text")
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[1:] or roles[0] == "assistant":
+        raise ValueError("messages hold no assistant turn behind a prompt; there is nothing to learn from")
+    if any(pair == ("assistant", "assistant") for pair in zip(roles, roles[1:], strict=False)):
+        raise ValueError("messages hold two assistant turns in a row; a reply belongs between them")
+    if log["policy"] != str(log["policy"]):
+        raise ValueError(f"policy is {log['policy']!r:.60}; expected a name")
+    StopReason(log.get("stop_reason", "answer"))
 
 
 def encode_log(log: Mapping[str, Any], chat: ChatFormat) -> Trajectory:
@@ -147,15 +191,16 @@ def encode_log(log: Mapping[str, Any], chat: ChatFormat) -> Trajectory:
             0, start, end, kind, text, [{"name": c.name, "arguments": c.arguments} for c in calls], anchor=anchor
         )
         trajectory.turns.append(turn)
-        replies = index + 1
-        while replies < len(messages) and messages[replies]["role"] == "tool":
-            replies += 1
-        if replies < len(messages):
-            reply = chat.observation_ids(messages[index + 1 : replies], ended_by=ids[-1])
+        following = next(
+            (i for i in range(index + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages)
+        )
+        turn.observation = anchor = "\n".join(m["content"] for m in messages[index + 1 : following])
+        turn.observation_start = turn.observation_end = end
+        if following < len(messages):  # a reply to the last turn stays text: nothing was said after it
+            reply = chat.observation_ids(messages[index + 1 : following], ended_by=ids[-1])
             base, _ = segment.extend(reply.ids)
             turn.observation_start, turn.observation_end = base + reply.start, base + reply.end
-            turn.observation = anchor = "\n".join(m["content"] for m in messages[index + 1 : replies])
-        index = max(replies, index + 1)
+        index = following
     trajectory.answer, trajectory.reward = log.get("answer"), float(log["reward"])
     trajectory.reward_parts = dict(log.get("reward_parts", {}))
     trajectory.stop_reason = StopReason(log.get("stop_reason", "answer"))

@@ -4,9 +4,10 @@
 
 An online step is a rollout of questions x group episodes and one GRPO update on them. The steps of the two sides
 alternate, so that a change in the machine's load meets both. TRL gets the kit's ToolEnv through `environment_factory`
-and a configuration that wastes nothing: float32, the whole batch in one pass (`--trl-rows` for smaller ones), no
-gradient checkpointing, no reference model, no logging, no saving. The learning rate is tiny on both sides: the two
-policies stay the same, so both sample equally many tokens up to chance. Warm-up steps are left out; medians count.
+and a configuration that wastes nothing: float32, one generation for the whole batch, passes of `--trl-rows` rows (as
+fast as one pass, and it fits in memory), no gradient checkpointing, no reference model, no logging, no saving. The
+learning rate is tiny on both sides: the two policies stay the same, so both sample equally many tokens up to chance.
+Warm-up steps are left out; medians count. `--micro-tokens` and `--trl-rows` set the size of a pass on either side.
 
 The last line is one JSON object. `rollout_over_bare_pass` is the kit's rollout time over a forward pass of the plain
 model over the same tokens, `update_over_bare_pass` its update time over a forward and backward pass of them.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -168,7 +170,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         config.micro_batch_tokens = args.micro_tokens
     ours = Ours(QwenPolicy(args.model, device="cpu"), env, config)
     alternate = Alternate(ours, tasks, args.questions, args.warmup)
-    rows = args.trl_rows or episodes
+    rows = math.gcd(episodes, args.trl_rows) if args.trl_rows else episodes
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = grpo_trainer(
@@ -219,7 +221,7 @@ def report(alternate: Alternate, episodes: int, args: argparse.Namespace) -> dic
         "episodes_per_step": episodes,
         "group_size": args.group,
         "micro_batch_tokens": alternate.ours.config.micro_batch_tokens,
-        "trl_rows": args.trl_rows or episodes,
+        "trl_rows": alternate.trainer.args.per_device_train_batch_size,
         "threads": torch.get_num_threads(),
         "versions": {
             "python": platform.python_version(),
@@ -236,15 +238,15 @@ def main() -> None:
     parser.add_argument("--model", default="atlas-tiny", help="policy name or folder")
     parser.add_argument("--task", default="atlas")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--questions", type=int, default=24, help="questions a step")
+    parser.add_argument("--questions", type=int, default=12, help="questions a step")
     parser.add_argument("--group", type=int, default=8, help="rollouts a question")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the clock counts")
-    parser.add_argument("--max-tokens", type=int, default=512, help="budget of an episode behind its prompt")
+    parser.add_argument("--max-tokens", type=int, default=900, help="budget of an episode behind its prompt")
     parser.add_argument(
         "--micro-tokens", type=int, default=0, help="tokens of a pass of the kit's update; 0: its default"
     )
-    parser.add_argument("--trl-rows", type=int, default=0, help="rows of a TRL pass; 0: all episodes of a step")
+    parser.add_argument("--trl-rows", type=int, default=16, help="rows of a TRL pass; 0: all episodes of a step")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's choice")
     args = parser.parse_args()
     if args.threads:

@@ -1,0 +1,118 @@
+"""What a run writes into its folder, step by step; `run_folder` reads it.
+
+Every row carries ``count``, the steps of the run so far, so that a resumed run
+can drop what the killed one wrote after its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentr1_lite.config import Config, load_config
+from agentr1_lite.jsonl import read_rows, write_rows, write_text
+from agentr1_lite.mdp import Trajectory, save_jsonl
+from agentr1_lite.versions import versions
+
+ROWS = ("metrics.jsonl", "doctor.jsonl", "changes.jsonl", "evaluations.jsonl")
+FILES = (*ROWS, "config.yaml", "versions.json", "summary.json", "report.html")
+FOLDERS = ("checkpoints", "trajectories", "evaluation", "policy")
+FORMER = ".former"
+
+
+def holds_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (*FILES, *FOLDERS))
+
+
+def remove_run(folder: Path) -> None:
+    """Remove a run's files and nothing else: ``run.output`` may be a folder with other things in it."""
+    for name in FILES:
+        (folder / name).unlink(missing_ok=True)
+    for name in FOLDERS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+class RunLog:
+    """Appends to ``metrics.jsonl``, ``doctor.jsonl``, ``changes.jsonl`` and ``trajectories/`` of a run folder."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.folder = folder
+        self._seen = _settings(config)
+
+    def start(self, config: Config) -> Path | None:
+        """Begin a new run; a former one in the folder is moved to ``<folder>.former``, which is returned."""
+        moved = None
+        if holds_run(self.folder):
+            moved = self.folder.with_name(self.folder.name + FORMER)
+            remove_run(moved)
+            moved.mkdir(parents=True, exist_ok=True)
+            for name in (*FILES, *FOLDERS):
+                if (self.folder / name).exists():
+                    (self.folder / name).replace(moved / name)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config.save(self.folder / "config.yaml")
+        write_text(self.folder / "versions.json", json.dumps(versions(), indent=1))
+        return moved
+
+    def add(self, file: str, row: Mapping[str, Any]) -> None:
+        """Append a row; a number that JSON does not know (NaN) becomes null."""
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        with (self.folder / file).open("a", encoding="utf-8", newline="\n") as out:
+            out.write(json.dumps(plain, ensure_ascii=False) + "\n")
+
+    def step(
+        self,
+        place: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        config: Config,
+        findings: Iterable[Any] = (),
+        trajectories: Sequence[Trajectory] | None = None,
+    ) -> None:
+        """Record a step: ``place`` is its phase, step and count; settings changed since the last one are noted."""
+        now = _settings(config)
+        for setting, value in now.items():
+            if value != self._seen[setting]:
+                self.add("changes.jsonl", {**place, "setting": setting, "value": value})
+        self._seen = now
+        if trajectories is not None:
+            save_jsonl(self.folder / "trajectories" / f"{place['count']:06d}.jsonl", trajectories)
+        for finding in findings:
+            if finding.level != "ok":
+                self.add("doctor.jsonl", {**place, **asdict(finding)})
+        self.add("metrics.jsonl", {**place, **metrics})
+
+    def rows(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """What a file holds so far; a row that a kill cut off is left out."""
+        path = self.folder / file
+        return read_rows(path)[0] if path.exists() else []
+
+    def resume(self, count: int, config: Config) -> None:
+        """Make the changes again that the run's settings had seen up to step ``count``.
+
+        What ``config`` sets otherwise than the run began with is noted as a change with the next step.
+        """
+        began = load_config(self.folder / "config.yaml")
+        for row in self.rows("changes.jsonl"):
+            if row["count"] <= count:
+                for changed in (began, config):
+                    changed.set(row["setting"], row["value"], f"{self.folder / 'changes.jsonl'}")
+        self._seen = _settings(began)
+
+    def drop_after(self, count: int) -> None:
+        """Forget what was recorded after step ``count``: those steps are run again."""
+        for name in ROWS:
+            if (self.folder / name).exists():
+                write_rows(self.folder / name, [row for row in self.rows(name) if row["count"] <= count])
+        for path in (self.folder / "trajectories").glob("*.jsonl*"):
+            if not path.stem.isdigit() or int(path.stem) > count:
+                path.unlink()
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Every setting that may change a run's numbers, by its name: those of ``run:`` do not."""
+    return {name: value for name, _, value in config.walk() if not name.startswith("run.")}

@@ -1,0 +1,170 @@
+"""The central types: nothing is lost in JSON Lines, a replay visits every token, rewards lie on actions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentr1_lite import mdp
+from agentr1_lite.mdp import Action, Segment, State, StopReason, Task, Trajectory, Turn, TurnKind
+
+TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
+NUMBER = st.floats(-5, 0, width=32)
+PLAIN = st.dictionaries(TEXT, TEXT | st.integers(-9, 9) | st.booleans() | st.none() | st.lists(NUMBER), max_size=2)
+
+
+@st.composite
+def trajectories(draw, segments: int = 3):
+    """Episodes as a rollout makes them: prompt, then turns, each perhaps followed by a seam and an observation."""
+    ids = st.lists(st.integers(0, 400), max_size=4)
+    found, turns = [], []
+    for index in range(draw(st.integers(1, segments))):
+        segment = Segment()
+        segment.extend(draw(ids) + [7])
+        for _ in range(draw(st.integers(0, 3))):
+            sampled = draw(ids) + [2]
+            turn = Turn(
+                index, *segment.extend(sampled, [draw(NUMBER) for _ in sampled]), draw(st.sampled_from(TurnKind))
+            )
+            start, _ = segment.extend(draw(ids))
+            turn.observation_start, turn.observation_end = start, len(segment)
+            turn.text, turn.observation, turn.anchor = draw(TEXT), draw(TEXT), draw(TEXT)
+            turn.calls, turn.results = [draw(PLAIN)], [draw(PLAIN)]
+            turn.process_reward, turn.flags = draw(NUMBER), draw(st.lists(TEXT, max_size=2))
+            turns.append(turn)
+        found.append(segment)
+    return Trajectory(
+        draw(TEXT),
+        draw(TEXT),
+        found,
+        turns,
+        question=draw(TEXT),
+        golds=draw(st.lists(TEXT, max_size=2)),
+        answer=draw(TEXT | st.none()),
+        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        reward_parts=draw(st.dictionaries(TEXT, NUMBER, max_size=2)),
+        stop_reason=draw(st.sampled_from(StopReason)),
+        policy_version=draw(st.integers(0, 9)),
+        seed=draw(st.integers(0, 2**53)),
+        info=draw(PLAIN),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(found=st.lists(trajectories(), max_size=3))
+def test_json_lines_lose_nothing(found, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "new" / "episodes.jsonl"
+    mdp.save_jsonl(path, found)
+    again = mdp.load_jsonl(path)
+    assert again == found
+    for trajectory in again:
+        trajectory.check()
+        assert all(type(x) is bool for s in trajectory.segments for x in s.action_mask)
+        assert all(isinstance(turn.kind, TurnKind) for turn in trajectory.turns)
+    mdp.save_jsonl(path, again)
+    assert len(path.read_bytes().splitlines()) == path.read_bytes().count(b"\n") == len(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trajectory=trajectories(segments=1))
+def test_a_replay_visits_every_state(trajectory):
+    (segment,) = trajectory.segments
+    steps = list(mdp.states(trajectory))
+    actions = [(state, action) for state, action, _ in steps if action is not None]
+    assert [a.token for _, a in actions] == [
+        t for t, acted in zip(segment.token_ids, segment.action_mask, strict=True) if acted
+    ]
+    places = [i for i, acted in enumerate(segment.action_mask) if acted]
+    assert [list(state.token_ids) for state, _ in actions] == [segment.token_ids[:i] for i in places]
+    assert [i + 1 for i, (_, a) in zip(places, actions, strict=True) if a.completes_turn] == [
+        t.end for t in trajectory.turns
+    ]
+    for (_, _, after), (before, _, _) in zip(steps, steps[1:], strict=False):
+        assert after == before
+    if steps:
+        assert list(steps[-1][2].token_ids) == segment.token_ids
+        assert len(steps[-1][2].turns) == sum(action is None for _, action, _ in steps)
+
+
+def test_several_contexts_have_no_single_replay():
+    with pytest.raises(ValueError, match="have several"):
+        list(mdp.states(Trajectory("t", "g", [Segment(), Segment()])))
+
+
+def test_the_two_transitions():
+    start = State(Task("t", "q"), (1, 2), tools=("search",))
+    said = mdp.generative_transition(mdp.generative_transition(start, Action(3)), Action(4, completes_turn=True))
+    assert said.partial == (3, 4) and said.token_ids == (1, 2, 3, 4) and start.partial == ()
+    seen = mdp.environmental_transition(said, [5, 6], environment={"door": "open"}, memory=("a",))
+    assert seen.turns == (((3, 4), (5, 6)),) and seen.partial == () and seen.token_ids == (1, 2, 3, 4, 5, 6)
+    assert seen.environment == {"door": "open"} and seen.memory == ("a",) and seen.tools == ("search",)
+    assert mdp.environmental_transition(seen, []).environment == {"door": "open"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(trajectory=trajectories())
+def test_rewards_lie_on_sampled_tokens_and_add_up(trajectory):
+    rewards = trajectory.token_rewards()
+    for segment, row in zip(trajectory.segments, rewards, strict=True):
+        assert all(acted or reward == 0 for acted, reward in zip(segment.action_mask, row, strict=True))
+    if trajectory.num_actions:
+        assert sum(map(sum, rewards)) == pytest.approx(trajectory.total_reward, rel=1e-6, abs=1e-6)
+
+
+def test_the_outcome_lies_on_the_last_action_also_behind_a_reply():
+    first, second = Segment(), Segment()
+    first.extend([1, 2])
+    turns = [Turn(0, *first.extend([3, 4], [-1.0, -1.0]), process_reward=0.5)]
+    first.extend([5, 6])
+    turns.append(Turn(0, *first.extend([7], [-1.0]), process_reward=0.25))
+    first.extend([8, 9])  # the episode ends on a tool's reply
+    second.extend([1, 2])
+    turns.append(Turn(1, 2, 2, process_reward=4.0))  # nothing was sampled in this one
+    found = Trajectory("t", "g", [first, second], turns, reward=1.0)
+    assert found.token_rewards() == [[0, 0, 0, 0.5, 0, 0, 1.25, 0, 0], [0, 0]]
+    assert found.total_reward == 5.75 and (found.num_tokens, found.num_actions) == (11, 3)
+    assert first.prompt_length == 2 and second.prompt_length == 2
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda t: t.segments[0].logprobs.pop(), r"segment 0 has 6 token_ids, 6 action_mask and 5 logprobs"),
+        (lambda t: t.segments[0].logprobs.__setitem__(0, -0.5), r"segment 0 token 0 has log-prob -0.5"),
+        (lambda t: t.segments[0].logprobs.__setitem__(3, float("nan")), r"segment 0 token 3 has log-prob nan"),
+        (lambda t: setattr(t.turns[0], "segment", 1), r"turn 0 points to segment 1 of 1"),
+        (lambda t: setattr(t.turns[0], "end", 7), r"turn 0 span \[2, 7\) lies outside its segment of 6"),
+        (lambda t: setattr(t.turns[0], "observation_start", 9), r"observation span \[9, 0\)"),
+    ],
+)
+def test_an_inconsistent_trajectory_is_named(harm, said):
+    segment = Segment()
+    segment.extend([1, 2])
+    turn = Turn(0, *segment.extend([3, 4], [-1.0, -2.0]))
+    segment.extend([5, 6])
+    trajectory = Trajectory("t7", "g", [segment], [turn])
+    trajectory.check()
+    harm(trajectory)
+    with pytest.raises(ValueError, match=rf"trajectory of task 't7': .*{said}"):
+        trajectory.check()
+
+
+def test_broken_rows_and_odd_lengths_are_named(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    mdp.save_jsonl(path, [Trajectory("t", "g")])
+    whole = path.read_text()
+    for row in ("{", '{"task_id": "t"}', whole.strip().replace('"interrupted"', '"tired"'), "[]"):
+        path.write_text(whole + "\n" + row + "\n")
+        with pytest.raises(ValueError, match=r"episodes\.jsonl, line 3: not a trajectory"):
+            mdp.load_jsonl(path)
+    with pytest.raises(ValueError, match="2 token ids came with 1 log-probs"):
+        Segment().extend([1, 2], [-1.0])
+
+
+def test_a_failed_save_leaves_the_former_file(tmp_path):
+    path = tmp_path / "episodes.jsonl"
+    mdp.save_jsonl(path, [Trajectory("t", "g")])
+    with pytest.raises(TypeError):
+        mdp.save_jsonl(path, [Trajectory("u", "g"), Trajectory("v", "g", info={"odd": object()})])
+    assert [t.task_id for t in mdp.load_jsonl(path)] == ["t"]
