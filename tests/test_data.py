@@ -35,6 +35,7 @@ def test_the_tokenizer_has_qwens_control_tokens(policy):
         assert len(policy.tokenizer.encode(text, add_special_tokens=False)) == 1, text
 
 
-def test_the_base_policy_scores_what_the_readme_of_the_data_says(policy):
+def test_the_base_policy_is_able_but_lazy(policy):
+    # 0.27 over 200 dev questions where it was made; the bounds are 95 % of 100 questions around it
     report = evaluate(policy, load_task("atlas", "dev", count=100))
-    assert BASE_EM[0] <= report.mean() <= BASE_EM[1]
+    assert 0.18 <= report.mean() <= 0.36

@@ -59,7 +59,7 @@ def test_set_up_files_name_no_address():
 
 
 def test_recipes_travel_with_the_package():
-    assert pyproject_list("agentr1_lite") == ["recipes/*.yaml"]
+    assert pyproject_list("agentr1_lite") == ["recipes/*.yaml", "tasks/*.jinja"]
     assert list((ROOT / "agentr1_lite" / "recipes").glob("*.yaml"))
 
 

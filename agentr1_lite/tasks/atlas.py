@@ -217,7 +217,7 @@ class World:
         identity = f"atlas-{self.split}-{self.seed}-{zlib.crc32(question.encode()):08x}"
         return Task(identity, question, golds, kind, hops, tuple(evidence), info)
 
-    def questions(self, count: int, seed: int = 0, mix: Sequence[float] = (0.25, 0.3, 0.25, 0.2)) -> list[Task]:
+    def questions(self, count: int, seed: int = 0, mix: Sequence[float] = (0.25, 0.35, 0.3, 0.1)) -> list[Task]:
         """`count` different questions; `mix` weighs 1 hop, 2 hops, 3 hops and comparisons."""
         rng = random.Random(f"{self.seed}/{self.split}/{seed}/questions")
         makers = [lambda h=h: self.bridge(h, rng) for h in (1, 2, 3)] + [lambda: self.comparison(rng)]
@@ -248,7 +248,7 @@ def load(
     seed: int = 0,
     size: int = 120,
     distractors: float = 0.5,
-    mix: Sequence[float] = (0.25, 0.3, 0.25, 0.2),
+    mix: Sequence[float] = (0.25, 0.35, 0.3, 0.1),
     k: int = 2,
     failing: float = 0.1,
     noisy: float = 0.0,

@@ -35,7 +35,7 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>")
 SKILLED = {"expert": 0.5, "doubter": 0.2, "careful": 0.1, "hasty": 0.2}
 CARELESS = {"expert": 0.1, "doubter": 0.1, "guesser": 0.1, "hasty": 0.7}
-NAME_WEIGHT, OTHER_WEIGHT = 4.0, 0.1
+NAME_WEIGHT, VERDICT_WEIGHT, OTHER_WEIGHT = 4.0, 12.0, 0.1
 WIDTH, HEADS = 128, 4
 
 # ChatML; tools as one short line in the system turn, replies in one user turn as Qwen2.5 does
@@ -57,7 +57,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         world = World(seed + 1, "train")
         env = environment(world)
         for task in world.questions(40):
-            log = record(env, task, rng.choice(list(CARELESS)), seed)
+            log = record(env, task, rng.choice(list(CARELESS)), seed, thoughts=False)
             texts += ["\n".join([m["role"], m["content"], "assistant"]) for m in log["messages"]]
     plain = [text.replace(TAGS[0], "\n").replace(TAGS[1], "\n") for text in texts]
     for word in name_words():
@@ -185,6 +185,8 @@ class Cycle:
 CYCLES = (
     Cycle(1600, 2e-3, 0.25, 0.1, (1, 6, 16), (0.25, 0.3, 0.25, 0.2)),
     Cycle(900, 1.5e-3, 0.0, 0.12, (0, 4, 18), (0.15, 0.3, 0.3, 0.25)),
+    Cycle(700, 1.2e-3, 0.0, 0.14, (0, 3, 18), (0.1, 0.25, 0.35, 0.3)),
+    Cycle(500, 1e-3, 0.0, 0.16, (0, 3, 18), (0.3, 0.15, 0.15, 0.4)),
 )
 
 
@@ -243,9 +245,12 @@ def run_cycle(
     model: Qwen2ForCausalLM, chat: ChatFormat, cycle: Cycle, first: int = 0, progress: bool = True
 ) -> dict[str, float]:
     """One cycle, its steps numbered from ``first``; returns running means of the losses on actions and on names."""
-    words = [chat.tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in name_words()]
-    is_name = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-    is_name[words] = True
+    words, verdicts = (
+        [chat.tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in texts]
+        for texts in (name_words(), ("yes", "no"))
+    )
+    value = torch.ones(model.config.vocab_size)
+    value[words], value[verdicts] = NAME_WEIGHT, VERDICT_WEIGHT
     optimizer = torch.optim.AdamW(model.parameters(), lr=cycle.lr, betas=(0.9, 0.98), weight_decay=0.01)
     averages: dict[str, float] = {}
     bar = tqdm(range(cycle.steps), desc="pretraining atlas-tiny", disable=not progress)
@@ -257,7 +262,7 @@ def run_cycle(
         batches = []
         for ids, weight in parts(lesson(first + step, place, cycle, chat, words), 3):
             targets, weight = ids[:, 1:], weight[:, 1:]
-            batches.append((ids, torch.where(is_name[targets] & (weight == 1), NAME_WEIGHT, weight)))
+            batches.append((ids, torch.where(weight == 1, value[targets], weight)))
         seen = fit(model, batches)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -271,13 +276,14 @@ def run_cycle(
 def fit(model: Qwen2ForCausalLM, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Add the gradient of the weighted cross-entropy of (ids (b, T), weights (b, T − 1)); returns mean losses."""
     total = sum(float(weight.sum()) for _, weight in batches)
-    sums, counts = {"action": 0.0, "name": 0.0}, {"action": 0, "name": 0}
+    sums, counts = {"action": 0.0, "name": 0.0, "verdict": 0.0}, {"action": 0, "name": 0, "verdict": 0}
     for ids, weight in batches:
         kept = weight > 0
         hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
         nll = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept], reduction="none")
         ((nll * weight[kept]).sum() / total).backward()
-        for label, chosen in (("action", weight[kept] >= 1), ("name", weight[kept] == NAME_WEIGHT)):
+        chosen_by = {"action": weight[kept] >= 1, "name": weight[kept] == NAME_WEIGHT}
+        for label, chosen in {**chosen_by, "verdict": weight[kept] == VERDICT_WEIGHT}.items():
             sums[label] += float(nll.detach()[chosen].sum())
             counts[label] += int(chosen.sum())
     return {label: sums[label] / max(counts[label], 1) for label in sums}
