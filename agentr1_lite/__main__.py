@@ -184,14 +184,21 @@ def doctor(args: argparse.Namespace) -> int:
     return int(any(finding.level == "fail" for finding in findings))
 
 
-@command(lambda parser: parser.add_argument("run", nargs="?", default="runs/demo", help="run folder"))
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", nargs="?", default="runs/demo", help="run folder")
+    parser.add_argument("--figure", help="draw the summary as a PNG here too")
+
+
+@command(_report_arguments)
 def report(args: argparse.Namespace) -> int:
     """Write a run's page, report.html, into its folder."""
-    from agentr1_lite.report import write_report
+    from agentr1_lite.report import demo_figure, write_report
 
     if not Path(args.run).is_dir():
         raise ValueError(f"report: {args.run} is not a run folder; train one first")
     print(write_report(args.run))
+    if args.figure:
+        print(demo_figure(args.run, args.figure))
     return 0
 
 
