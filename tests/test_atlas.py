@@ -83,7 +83,7 @@ def test_questions_follow_the_facts_and_the_mix(worlds):
         sum(t.kind == "comparison" for t in tasks),
         *(sum(t.hops == h and t.kind != "comparison" for t in tasks) for h in (1, 2, 3)),
     ]
-    assert all(abs(count / 400 - share) < 0.08 for count, share in zip(counts, (0.2, 0.25, 0.3, 0.25), strict=True))
+    assert all(abs(count / 400 - share) < 0.08 for count, share in zip(counts, (0.1, 0.25, 0.35, 0.3), strict=True))
     yes = sum(t.golds == ("yes",) for t in tasks if t.kind == "comparison")
     assert 0.3 < yes / counts[0] < 0.7
     assert {t.hops for t in World(3).questions(30, mix=(0, 0, 1, 0))} == {3}

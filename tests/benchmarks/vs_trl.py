@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=1, help="steps before the clock counts")
     parser.add_argument("--max-tokens", type=int, default=900, help="budget of an episode behind its prompt")
     parser.add_argument(
-        "--micro-tokens", type=int, default=0, help="tokens of a pass of the kit's update; 0: its default"
+        "--micro-tokens", type=int, default=4096, help="tokens of a pass of the kit's update; 0: its default"
     )
     parser.add_argument("--trl-rows", type=int, default=16, help="rows of a TRL pass; 0: all episodes of a step")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: torch's choice")
