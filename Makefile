@@ -2,6 +2,7 @@
 #   PYTHON=python3.12    the interpreter that .venv is made from
 #   AGENTR1_TORCH=cpu    cpu or gpu: decide by hand which torch a fresh .venv gets
 #   ARGS=training.seed=1  settings for demo, options for test and bench
+#   DEMO_THREADS=1        threads of the demo, where the machine is busy
 
 PYTHON ?= python3
 VENV := .venv
@@ -16,6 +17,10 @@ READY := $(VENV)/.ready
 # On two cores one thread a process is the safe choice: two threads beside another busy core are many times slower.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
+
+# The demo is meant for a machine that does nothing else: two threads took 60 % of the time of one.
+DEMO_THREADS ?= 2
+demo: export OMP_NUM_THREADS = $(DEMO_THREADS)
 
 CHECK_PYTHON := import sys; sys.exit(0 if sys.version_info >= (3, 10) else "Python " + sys.version.split()[0] + " is too old: make PYTHON=... needs 3.10 or newer")
 HAS_TORCH := import importlib.metadata as m, sys; sys.exit(tuple(map(int, m.version("torch").split(".")[:2])) < (2, 6))
