@@ -167,7 +167,7 @@ def data(args: argparse.Namespace) -> int:
     wanted = args.what or [name for name in MAKERS if name != "atlas-tiny"]
     unknown = [name for name in wanted if name not in MAKERS]
     if unknown:
-        raise ValueError(f"data: {unknown[0]!r} is not among {', '.join(MAKERS)}")
+        raise ValueError(f"{unknown[0]!r} is not among {', '.join(MAKERS)}")
     for name in wanted:
         print(*MAKERS[name](Path(args.output)), sep="\n")
     return 0
@@ -195,7 +195,7 @@ def report(args: argparse.Namespace) -> int:
     from agentr1_lite.report import demo_figure, write_report
 
     if not Path(args.run).is_dir():
-        raise ValueError(f"report: {args.run} is not a run folder; train one first")
+        raise ValueError(f"{args.run} is not a run folder; train one first")
     print(write_report(args.run))
     if args.figure:
         print(demo_figure(args.run, args.figure))

@@ -54,7 +54,7 @@ def offline_logs(folder: Path) -> list[Path]:
 
 
 def atlas_tiny(folder: Path) -> list[Path]:
-    """Tokenizer and weights of the tiny policy (about 25 minutes on one core)."""
+    """Tokenizer and weights of the tiny policy (about 40 minutes on two cores)."""
     from agentr1_lite.tasks.atlas_tiny import pretrain
 
     pretrain(folder / "atlas-tiny")
