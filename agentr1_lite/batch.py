@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import LongTensor, Tensor
 
-from agentr1_lite.forward import distinct_rows, plan_prefixes, row_numbers
+from agentr1_lite.forward import forwarded_tokens, numbered_rows
 from agentr1_lite.mdp import Trajectory
 
 
@@ -112,7 +112,7 @@ def micro_batches(batch: Batch, max_tokens: int, *, share_prompt: bool = True) -
     groups, a common system prompt favours equal lengths. Equal rows stay
     together and count once, as they are passed once.
     """
-    number = row_numbers(batch).cpu() if share_prompt else torch.arange(len(batch))
+    number = numbered_rows(batch.input_ids).cpu() if share_prompt else torch.arange(len(batch))
     lengths, groups = batch.lengths.cpu(), batch.group_ids.cpu()
     by_length = torch.argsort(lengths * (len(number) + 1) + number, descending=True, stable=True)
     longest = torch.zeros(int(groups.max()) + 1, dtype=torch.long).scatter_reduce(0, groups, lengths, "amax")
@@ -121,7 +121,12 @@ def micro_batches(batch: Batch, max_tokens: int, *, share_prompt: bool = True) -
     plans = [
         _cut(lengths, number, order, max_tokens) for order in ((by_length, by_group) if share_prompt else (by_length,))
     ]
-    return min(plans, key=lambda plan: sum(forwarded_tokens(batch, rows, share_prompt) for rows in plan))
+    return min(
+        plans,
+        key=lambda plan: sum(
+            forwarded_tokens(batch.input_ids[rows], batch.lengths[rows], share=share_prompt) for rows in plan
+        ),
+    )
 
 
 def _cut(lengths: Tensor, number: Tensor, order: Tensor, max_tokens: int) -> list[LongTensor]:
@@ -135,12 +140,3 @@ def _cut(lengths: Tensor, number: Tensor, order: Tensor, max_tokens: int) -> lis
         parts[-1].append(row)
         former = content
     return [torch.tensor(part) for part in parts]
-
-
-def forwarded_tokens(batch: Batch, rows: LongTensor, share_prompt: bool = True) -> int:
-    """Tokens, padding included, that a pass over these rows forwards."""
-    width = int(batch.lengths[rows].max())
-    if not share_prompt:
-        return len(rows) * width
-    kept, _ = distinct_rows(batch.select(rows))
-    return plan_prefixes(kept.input_ids, kept.prompt_lengths).cost(len(kept.lengths), width)

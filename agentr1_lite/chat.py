@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from .foreign import LARGE, Control, Marks, any_of, encode_foreign, encoder_of, split, valid
+from agentr1_lite.foreign import LARGE, Control, Marks, any_of, encode_foreign, encoder_of, split, valid
 
 __all__ = ["CHATML", "CUT_MARKER", "ChatFormat", "Observation", "encode_foreign"]
 

@@ -11,6 +11,7 @@ import functools
 import inspect
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,71 +27,93 @@ class Rows(Protocol):
 
     input_ids: Tensor  # (B, T)
     action_mask: Tensor  # (B, T)
-    prompt_lengths: Tensor  # (B,)
     lengths: Tensor  # (B,)
 
 
-class SomeRows(NamedTuple):
-    """A selection of rows; see `Rows`."""
+class Stage(NamedTuple):
+    """Columns ``[start, end)``, each distinct beginning of ``end`` tokens once.
 
-    input_ids: Tensor
-    action_mask: Tensor
-    prompt_lengths: Tensor
-    lengths: Tensor
-
-
-def row_numbers(rows: Rows) -> Tensor:
-    """(B,) equal for rows of equal tokens and masks: rollouts of one question often say the same."""
-    return torch.unique(rows.input_ids * 2 + rows.action_mask, dim=0, return_inverse=True)[1]
-
-
-def distinct_rows(rows: Rows) -> tuple[Rows, Tensor | None]:
-    """Each row once, and where to find every row among them; ``(rows, None)`` where all differ.
-
-    Log-probs of a repeated row are read from the one pass, so its gradients add up there: exact, not an estimate.
-    """
-    number = row_numbers(rows)
-    count, size = int(number.max()) + 1, len(number)
-    if count == size:
-        return rows, None
-    places = torch.arange(size - 1, -1, -1, device=number.device)
-    first = torch.zeros(count, dtype=torch.long, device=number.device).scatter_(0, number.flip(0), places)
-    return SomeRows(*(getattr(rows, field)[first] for field in SomeRows._fields)), number
-
-
-class PrefixPlan(NamedTuple):
-    """How the prompts of some rows are shared.
-
-    All rows agree on the first ``common`` tokens; the first ``shared`` tokens of
-    row b are those of row ``first[owner[b]]``.
+    ``rows`` (R,): a row that shows it. ``parent`` (R,): its place among the former stage's. ``node`` (B,): the place of
+    every row of the batch; meaningless for a row that ended before ``start``, which is passed no more.
     """
 
-    common: int
-    shared: int
-    first: Tensor  # (P,)
-    owner: Tensor  # (B,)
-
-    def cost(self, rows: int, width: int) -> int:
-        """Tokens forwarded for ``rows`` rows of ``width`` tokens."""
-        return self.common + len(self.first) * (self.shared - self.common) + rows * (width - self.shared)
+    start: int
+    end: int
+    rows: Tensor
+    parent: Tensor
+    node: Tensor
 
 
-def plan_prefixes(input_ids: Tensor, prompt_lengths: Tensor) -> PrefixPlan:
-    """Find the prompts that rows have in common.
+# What a stage costs beside its own tokens, counted in tokens: the keys and values it copies, and the call
+COPY_COST, STAGE_COST, MAX_CUTS = 0.03, 60.0, 32
 
-    Only tokens that every row's prompt still has are shared, and a prompt's last
-    token is left to its row (it predicts the first action): no padding ever
-    stands between prompt and response, and one causal mask serves all rows.
+
+def numbered_rows(input_ids: Tensor) -> Tensor:
+    """(B,) equal for equal rows of (B, T), in the order of their tokens: what begins alike stands together."""
+    return torch.unique(input_ids, dim=0, return_inverse=True)[1]
+
+
+def plan_stages(input_ids: Tensor, lengths: Tensor, *, share: bool = True, cached: bool = True) -> list[Stage]:
+    """Cut (B, T) into stages so that what rows have in common is passed once.
+
+    Rollouts of a question share its prompt, and as long as they say the same they also share calls and replies: rows
+    are a tree of prefixes. In a stage every branch is one row, and rows that have ended are gone; dynamic programming
+    picks the cuts that forward the fewest tokens. Without ``cached`` there is one stage, which holds equal rows once;
+    without ``share`` it holds all rows.
     """
-    shared = max(int(prompt_lengths.min()) - 1, 0)
-    heads = input_ids[:, :shared]  # (B, shared)
-    differs = (heads != heads[:1]).any(dim=0).nonzero()
-    common = int(differs[0]) if len(differs) else shared
-    _, owner = torch.unique(heads, dim=0, return_inverse=True) if shared else (None, torch.zeros_like(prompt_lengths))
-    count = int(owner.max()) + 1
-    order = torch.arange(len(owner) - 1, -1, -1, device=owner.device)
-    first = torch.zeros(count, dtype=torch.long, device=owner.device).scatter_(0, owner.flip(0), order)
-    return PrefixPlan(common, shared, first, owner)
+    width, device = int(lengths.max()), input_ids.device
+    ids, lengths = input_ids[:, :width], lengths.cpu()
+    everything = torch.arange(len(ids), device=device)
+    if not share:
+        return [Stage(0, width, everything, everything, everything)]
+    kept, number = (x.cpu() for x in torch.unique(ids, dim=0, return_inverse=True))
+    first = torch.empty(len(kept), dtype=torch.long)
+    first[number.flip(0)] = torch.arange(len(ids) - 1, -1, -1)
+    longest = torch.zeros(len(kept), dtype=torch.long).scatter_reduce(0, number, lengths, "amax").numpy()
+    differs = (kept[1:] != kept[:-1]).int()
+    common = np.concatenate([[0], differs.argmax(1).numpy()])
+    cuts = _cheapest(common, longest, width) if cached else [0, width]
+    stages, former = [], torch.zeros(len(kept), dtype=torch.long)
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        alive = longest > start
+        opens = np.zeros(len(kept), dtype=bool)
+        opens[np.flatnonzero(alive)] = np.concatenate([[True], _between(common, alive) < end])
+        node = torch.from_numpy((np.cumsum(opens) - 1).clip(0))
+        shown = torch.from_numpy(np.flatnonzero(opens))
+        stages.append(Stage(start, end, *(x.to(device) for x in (first[shown], former[shown], node[number]))))
+        former = node
+    return stages
+
+
+def _between(common: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """Tokens that each living row shares with the one before it: the least of what lies between them."""
+    places = np.flatnonzero(alive)
+    return np.minimum.reduceat(common[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else common[:0]
+
+
+def _cheapest(common: np.ndarray, longest: np.ndarray, width: int) -> list[int]:
+    """Columns ``0 = c_0 < … < c_n = width`` where the stages between them cost least."""
+    edges = np.unique(np.concatenate([common, longest]))
+    edges = edges[(edges > 0) & (edges < width)]
+    if len(edges) > MAX_CUTS:
+        edges = edges[np.linspace(0, len(edges) - 1, MAX_CUTS).astype(int)]
+    edges = np.concatenate([[0], edges, [width]])
+    best, came = np.full(len(edges), np.inf), np.zeros(len(edges), dtype=int)
+    best[0] = 0.0
+    for i, start in enumerate(edges[:-1]):
+        rows = 1 + np.searchsorted(np.sort(_between(common, longest > start)), edges, side="left")
+        price = best[i] + rows * (edges - start + COPY_COST * start) + STAGE_COST
+        better = (price < best) & (np.arange(len(edges)) > i)
+        best[better], came[better] = price[better], i
+    path = [len(edges) - 1]
+    while path[-1]:
+        path.append(came[path[-1]])
+    return [int(edges[i]) for i in reversed(path)]
+
+
+def forwarded_tokens(input_ids: Tensor, lengths: Tensor, *, share: bool = True) -> int:
+    """Tokens, padding included, that a pass over (B, T) forwards."""
+    return sum(len(stage.rows) * (stage.end - stage.start) for stage in plan_stages(input_ids, lengths, share=share))
 
 
 @functools.lru_cache(maxsize=8)
@@ -115,57 +138,58 @@ def causal_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.devic
     return closed.triu_(keys - queries + 1)[None, None]
 
 
-def _expand(cache: DynamicCache, owner: Tensor) -> None:
-    """Give every row its prompt's keys and values; gradients flow back through the expansion."""
+def _continue(cache: DynamicCache, parent: Tensor) -> None:
+    """Give every row its parent's keys and values; gradients flow back through the expansion."""
     for layer in cache.layers:
         if layer.keys.shape[0] == 1:
-            shape = (len(owner), *layer.keys.shape[1:])
+            shape = (len(parent), *layer.keys.shape[1:])
             layer.keys, layer.values = layer.keys.expand(shape), layer.values.expand(shape)
         else:
-            layer.keys, layer.values = layer.keys.index_select(0, owner), layer.values.index_select(0, owner)
+            layer.keys, layer.values = layer.keys.index_select(0, parent), layer.values.index_select(0, parent)
 
 
-def hidden_states(backbone: nn.Module, rows: Rows, *, share_prompt: bool = True) -> tuple[Tensor, int]:
-    """Hidden states (B, T − offset, H) of positions ``offset .. T − 1`` and the offset.
+def hidden_states(backbone: nn.Module, rows: Rows, stages: list[Stage]) -> tuple[Tensor, Tensor]:
+    """Hidden states of all stages (S, H), and in which of them each position of the batch lies, (B, T).
 
-    With ``share_prompt`` every distinct prompt is forwarded once, as a tree of
-    two levels (the tokens all rows have in common, then each prompt's own), and
-    its keys and values are expanded to the rows: exact to rounding.
+    Keys and values of a stage are handed on to the rows that continue it: exact to rounding.
     """
-    width = int(rows.lengths.max())
-    ids = rows.input_ids[:, :width]
-    count, device = len(ids), ids.device
-    everywhere = torch.arange(width, device=device)[None]
-    plan = plan_prefixes(ids, rows.prompt_lengths) if share_prompt else None
-    if plan is None or plan.cost(count, width) > 0.85 * count * width:
-        return run_backbone(backbone, ids, positions=everywhere.expand(count, -1), mask=None, cache=None), 0
-    dtype, cache = next(backbone.parameters()).dtype, DynamicCache()
-    stages = [
-        (ids[:1], 0, plan.common, torch.zeros_like(plan.first)),
-        (ids[plan.first], plan.common, plan.shared, plan.owner),
-        (ids, plan.shared, width, None),
-    ]
-    hidden = ids
-    for tokens, start, end, owner in stages:
-        if end > start:
-            mask = causal_mask(end - start, end, dtype, device) if start else None
-            positions = everywhere[:, start:end].expand(len(tokens), -1)
-            hidden = run_backbone(backbone, tokens[:, start:end], positions=positions, mask=mask, cache=cache)
-        if owner is not None and end:
-            _expand(cache, owner)
-    return hidden, plan.shared
+    dtype, device = next(backbone.parameters()).dtype, rows.input_ids.device
+    cache = DynamicCache() if len(stages) > 1 else None
+    states, count = [], 0
+    place = torch.zeros(rows.input_ids.shape, dtype=torch.long, device=device)
+    for start, end, shown, parent, node in stages:
+        if start:
+            _continue(cache, parent)
+        columns = torch.arange(start, end, device=device)
+        hidden = run_backbone(
+            backbone,
+            rows.input_ids[shown, start:end],
+            positions=columns[None].expand(len(shown), -1),
+            mask=causal_mask(end - start, end, dtype, device) if start else None,
+            cache=cache,
+        )
+        place[:, start:end] = count + node[:, None] * (end - start) + columns - start
+        states.append(hidden.reshape(-1, hidden.shape[-1]))
+        count += len(states[-1])
+    return torch.cat(states), place
 
 
-def action_states(backbone: nn.Module, rows: Rows, *, share_prompt: bool = True) -> tuple[Tensor, Tensor]:
-    """The states actions were chosen in: hidden (N, H), and each action's flat index (N,) into (B, T)."""
+def action_states(
+    backbone: nn.Module, rows: Rows, *, share: bool = True, cached: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states actions were chosen in.
+
+    Returns hidden states (S, H), which of them each of the N actions was chosen in (N,), and each action's flat index
+    into (B, T), (N,). ``share`` and ``cached``: see `plan_stages`.
+    """
     if bool(rows.action_mask[:, :1].any()):
         raise ValueError(
             "the first token of a row is marked as an action, but nothing stands before it to predict it from"
         )
-    hidden, offset = hidden_states(backbone, rows, share_prompt=share_prompt)
+    stages = plan_stages(rows.input_ids, rows.lengths, share=share, cached=cached)
+    hidden, place = hidden_states(backbone, rows, stages)
     where, when = rows.action_mask.nonzero(as_tuple=True)
-    flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, where * hidden.shape[1] + when - 1 - offset)
-    return flat, where * rows.action_mask.shape[1] + when
+    return hidden, place[where, when - 1], where * rows.action_mask.shape[1] + when
 
 
 def scatter(values: Tensor, index: Tensor, like: Tensor) -> Tensor:

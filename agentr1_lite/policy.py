@@ -277,19 +277,26 @@ class QwenPolicy:
             raise PolicyError("the policy has no reference; call policy.freeze_reference() when the phase starts")
         model = self._reference if which == "reference" and not self.lora_rank else self.causal
         grad = torch.is_grad_enabled() and which == "actor"
-        rows, where = forward.distinct_rows(batch) if share_prompt else (batch, None)
+        vocabulary = model.config.vocab_size
         with self._using(which), torch.set_grad_enabled(grad):
-            hidden, index = forward.action_states(
-                model.base_model, rows, share_prompt=share_prompt and not self._checkpoints
+            hidden, state, index = forward.action_states(
+                model.base_model, batch, share=share_prompt, cached=not self._checkpoints
             )
-            targets = rows.input_ids.reshape(-1)[index]
-            logprobs, spread = forward.token_log_probs(
-                model.get_output_embeddings(), hidden, targets, temperature=temperature, entropy=entropy, chunk=chunk
+            # the same token in the same state is read once, however many rows it stands in
+            read, which_read = torch.unique(
+                state * vocabulary + batch.input_ids.reshape(-1)[index], return_inverse=True
             )
-            logprobs = forward.scatter(logprobs, index, rows.input_ids)
-            spread = forward.scatter(spread, index, rows.input_ids) if spread is not None else None
-            if where is not None:
-                logprobs, spread = logprobs[where], spread[where] if spread is not None else None
+            logprobs, spread = (
+                None if x is None else forward.scatter(x[which_read], index, batch.input_ids)
+                for x in forward.token_log_probs(
+                    model.get_output_embeddings(),
+                    hidden.index_select(0, read // vocabulary),
+                    read % vocabulary,
+                    temperature=temperature,
+                    entropy=entropy,
+                    chunk=chunk,
+                )
+            )
         return LogProbs(logprobs, spread)
 
     def values(self, batch: forward.Rows, *, share_prompt: bool = True) -> Tensor:
@@ -297,11 +304,9 @@ class QwenPolicy:
         if not self.has_critic:
             raise PolicyError("the policy has no critic; call policy.add_critic() first")
         body = self.causal.base_model if self.lora_rank else self._critic
-        rows, where = forward.distinct_rows(batch) if share_prompt else (batch, None)
         with self._using("critic"):
-            hidden, index = forward.action_states(body, rows, share_prompt=share_prompt and not self._checkpoints)
-        values = forward.scatter(self.value_head(hidden.float())[:, 0], index, rows.input_ids)
-        return values if where is None else values[where]
+            hidden, state, index = forward.action_states(body, batch, share=share_prompt, cached=not self._checkpoints)
+        return forward.scatter(self.value_head(hidden[state].float())[:, 0], index, batch.input_ids)
 
     @property
     def _checkpoints(self) -> bool:

@@ -8,12 +8,14 @@ import shutil
 import pytest
 import tiny
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from agentr1_lite import forward, loading
 from agentr1_lite.batch import Batch, collate
-from agentr1_lite.forward import distinct_rows
+from agentr1_lite.forward import forwarded_tokens, plan_stages
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn
 from agentr1_lite.policy import PolicyError, QwenPolicy
 
@@ -54,6 +56,13 @@ def gradients(policy: QwenPolicy, loss: torch.Tensor) -> torch.Tensor:
         p.grad = None
     loss.backward()
     return torch.cat([p.grad.flatten() for p in policy.actor_parameters()])
+
+
+@pytest.fixture(autouse=True)
+def sharing_pays(monkeypatch):
+    """Rows as small as these are cut into stages only where a stage costs nothing."""
+    monkeypatch.setattr(forward, "COPY_COST", 0.0)
+    monkeypatch.setattr(forward, "STAGE_COST", 0.0)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -104,14 +113,49 @@ def test_prompts_are_forwarded_once():
     hook = policy.causal.base_model.embed_tokens.register_forward_hook(lambda m, i, o: fed.append(i[0].numel()))
     policy.log_probs(batch)
     hook.remove()
-    assert fed == [4, 2 * 4, 8 * 12]  # common tokens; two prompts' own but for the last; eight responses
+    assert fed == [4, 2 * 5, 8 * 11]  # common tokens; two prompts' own; eight responses
+
+
+tree = st.recursive(st.just([]), lambda children: st.lists(st.tuples(st.integers(0, 3), children), max_size=4))
+
+
+def leaves(branches, start=()):
+    """The paths of a tree of tokens, each once or, where its last token is 3, twice."""
+    for token, further in branches:
+        path = (*start, token)
+        yield from leaves(further, path)
+        if not further or token == 2:
+            yield from [path] * (2 if token == 3 else 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(tree.filter(lambda branches: len(branches) > 0))
+def test_every_distinct_beginning_is_passed_exactly_once(branches):
+    paths = list(leaves(branches)) or [(0,)]
+    width = max(map(len, paths))
+    ids = torch.tensor([[*path, *[9] * (width - len(path))] for path in paths])
+    lengths = torch.tensor([len(path) for path in paths])
+    assert forwarded_tokens(ids, lengths) == len({path[: t + 1] for path in paths for t in range(len(path))})
+    for start, end, shown, _, node in plan_stages(ids, lengths):
+        for row in range(len(paths)):
+            if lengths[row] > start:
+                assert torch.equal(ids[shown[node[row]], :end], ids[row, :end])
+
+
+def test_stages_are_cut_where_they_save_more_than_they_cost(monkeypatch):
+    batch = rows(lengths=(20,) * 8, groups=(0,) * 4 + (1,) * 4)
+    monkeypatch.setattr(forward, "STAGE_COST", 10.0)  # 8 × 20 tokens in one stage, 9 + 8 × 11 + 10 at best in two
+    cuts = [(stage.start, stage.end) for stage in plan_stages(batch.input_ids, batch.lengths)]
+    assert cuts == [(0, 9), (9, 20)]
+    monkeypatch.setattr(forward, "STAGE_COST", 1000.0)
+    assert len(plan_stages(batch.input_ids, batch.lengths)) == 1
 
 
 def test_equal_rows_are_passed_once_and_change_nothing():
     policy, batch = tiny.policy(), rows().select([0, 1, 0, 2, 1, 0])
     assert_sharing_is_exact(policy, batch)
-    kept, where = distinct_rows(batch)
-    assert len(kept.lengths) == 3 and torch.equal(kept.input_ids[where], batch.input_ids)
+    (stage,) = plan_stages(batch.input_ids, batch.lengths, cached=False)
+    assert len(stage.rows) == 3 and torch.equal(batch.input_ids[stage.rows][stage.node], batch.input_ids)
 
 
 def test_padding_rows_and_masks_do_not_leak():
@@ -135,14 +179,14 @@ def test_only_states_before_actions_get_gradient(share):
     hook = policy.causal.base_model.norm.register_forward_hook(keep)
     policy.log_probs(batch, share_prompt=share).logprobs.sum().backward()
     hook.remove()
-    grad = outputs[-1].grad  # (B, T − offset, H) of the last stage
-    offset = batch.input_ids.shape[1] - grad.shape[1]
-    predicts = torch.zeros(batch.action_mask.shape, dtype=torch.bool)
-    predicts[:, :-1] = batch.action_mask[:, 1:]
-    assert not predicts[:, :offset].any()
-    assert (grad[~predicts[:, offset:]] == 0).all()
-    assert (grad[predicts[:, offset:]].abs().sum(-1) > 0).all()
-    assert all(o.grad is None for o in outputs[:-1])
+    stages = plan_stages(batch.input_ids, batch.lengths, share=share)
+    _, place = forward.hidden_states(policy.causal.base_model, batch, stages)
+    where, when = batch.action_mask.nonzero(as_tuple=True)
+    predicts = torch.zeros(sum(o.shape[0] * o.shape[1] for o in outputs), dtype=torch.bool)
+    predicts[place[where, when - 1]] = True
+    grad = torch.cat([(torch.zeros_like(o) if o.grad is None else o.grad).flatten(0, 1) for o in outputs])
+    assert (grad[~predicts] == 0).all()
+    assert (grad[predicts].abs().sum(-1) > 0).all()
 
 
 def test_chunks_recomputation_and_entropy(monkeypatch):
