@@ -30,7 +30,7 @@ HUB_IDS = {
     "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
 }
-SHIPPED = ("atlas-tiny",)
+SHIPPED = ("atlas-tiny", "atlas-agent")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
 FORMER = ".former"  # the name of a checkpoint between the two renames of a save

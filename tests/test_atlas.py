@@ -13,7 +13,7 @@ from agentr1_lite.jsonl import DataError
 from agentr1_lite.mdp import StopReason, states
 from agentr1_lite.scoring import score_answer
 from agentr1_lite.tasks import build, load_task
-from agentr1_lite.tasks.atlas import RELATIONS, SHARES, SPLITS, World, name_words, split_of
+from agentr1_lite.tasks.atlas import RELATIONS, SHARES, SPLITS, TRADES, World, name_words, split_of
 from agentr1_lite.tasks.scripted import PLAYERS, check_log, encode_log, find_data, load_logs, record
 
 QUIET = {"failing": 0.0, "count": 60}
@@ -48,8 +48,10 @@ def test_any_world_is_whole(seed, split, size):
     passages = dict(world.passages)
     for name, entity in world.entities.items():
         facts = {r.noun: r for r in RELATIONS if r.subject == entity.kind}
-        assert entity.facts.keys() == facts.keys()
-        for noun, other in entity.facts.items():
+        assert entity.facts.keys() == facts.keys() | {"trade"}
+        assert entity.facts["trade"] in TRADES[entity.kind] and f" is a {entity.facts['trade']}." in passages[name]
+        for noun in facts:
+            other = entity.facts[noun]
             assert other != name and world.entities[other].kind == facts[noun].object
             assert facts[noun].sentence.format(other) in passages[name]
     check_questions(world, world.questions(20, seed))

@@ -16,6 +16,7 @@ import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Task
@@ -97,7 +98,7 @@ GOSSIP = ("once met", "often writes to", "has a cousin named", "dislikes")
 class Entity:
     name: str
     kind: str
-    facts: dict[str, str]  # relation noun -> name of the other entity
+    facts: dict[str, str]  # relation noun -> name of the other entity; "trade" -> what it is
 
 
 class World:
@@ -127,7 +128,7 @@ class World:
         self.entities: dict[str, Entity] = {}
         for kind, group in members.items():
             for name in group:
-                facts = {}
+                facts = {"trade": self.rng.choice(TRADES[kind])}
                 for relation in RELATIONS:
                     if relation.subject == kind:
                         facts[relation.noun] = self.rng.choice([n for n in members[relation.object] if n != name])
@@ -154,11 +155,10 @@ class World:
 
     def _tell(self, entity: Entity, distractors: float) -> str:
         """The entity's passage: what it is, then its facts in random order."""
-        trade = self.rng.choice(TRADES[entity.kind])
-        by_noun = {r.noun: r for r in RELATIONS if r.subject == entity.kind}
-        clauses = [by_noun[noun].sentence.format(other) for noun, other in entity.facts.items()]
+        relations = [r for r in RELATIONS if r.subject == entity.kind]
+        clauses = [r.sentence.format(entity.facts[r.noun]) for r in relations]
         self.rng.shuffle(clauses)
-        text = f"{entity.name} is a {trade}. It " + " and ".join(clauses) + "."
+        text = f"{entity.name} is a {entity.facts['trade']}. It " + " and ".join(clauses) + "."
         if entity.kind == "person":
             text = text.replace(". It ", ". This person ")
             if self.rng.random() < distractors:
@@ -197,18 +197,17 @@ class World:
         return self._task(question, golds, "bridge" if hops > 1 else "single", hops, visited[:-1], {"chain": [steps]})
 
     def comparison(self, rng: random.Random) -> Task:
-        """A yes/no question over two facts, as often true as false."""
-        relation = rng.choice(
-            [r for r in RELATIONS if r.noun in ("birthplace", "employer", "country", "seat", "author")]
-        )
+        """A yes/no question over the trades of two people, as often true as false.
+
+        A model of a million parameters learns to tell whether two of six trades are equal; whether two names out of
+        tens of thousands are, it does not.
+        """
         same = rng.random() < 0.5
-        while True:
-            a, b = rng.sample(self.members[relation.subject], 2)
-            steps = [self.chain(name, [relation.noun]) for name in (a, b)]
-            if (steps[0][0][2] == steps[1][0][2]) == same:
-                break
-            same = same if rng.random() < 0.98 else not same  # a small world may hold no such pair
-        question = f"Do {a} and {b} have the same {relation.noun}?"
+        people = self.members["person"]
+        pairs = [p for p in permutations(people, 2) if same == (len({self.entities[n].facts["trade"] for n in p}) == 1)]
+        a, b = rng.choice(pairs)
+        steps = [self.chain(name, ["trade"]) for name in (a, b)]
+        question = f"Do {a} and {b} have the same trade?"
         return self._task(question, ("yes" if same else "no",), "comparison", 2, [a, b], {"chain": steps})
 
     def _task(

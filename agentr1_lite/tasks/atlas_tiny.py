@@ -2,8 +2,9 @@
 
 Pretraining stands for what a language model brings along before any phase of
 the kit. Every step draws a fresh random world, so nothing can be memorised, and
-shows three kinds of text: lists of names that repeat (copying), passages with
-questions about them (reading), and transcripts of scripted players (tool use).
+shows four kinds of text: lists of names that repeat (copying), passages with
+questions about them (reading), pairs of trades (comparing), and transcripts of
+scripted players (tool use).
 The last tenth is mostly careless transcripts, so the base model is able but lazy:
 what the three phases change is what it does, not what it could do.
 """
@@ -28,8 +29,8 @@ from agentr1_lite.chat import ChatFormat
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Segment
 from agentr1_lite.retrieval import BM25, Passage, make_search_tool
-from agentr1_lite.tasks.atlas import READ_PROMPT, RELATIONS, SYSTEM_PROMPT, World, name_words, render
-from agentr1_lite.tasks.scripted import encode_log, record, say_answer
+from agentr1_lite.tasks.atlas import READ_PROMPT, RELATIONS, SYSTEM_PROMPT, TRADES, World, name_words, render
+from agentr1_lite.tasks.scripted import encode_log, record, say_answer, say_verdict
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>")
@@ -57,10 +58,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         world = World(seed + 1, "train")
         env = environment(world)
         for task in world.questions(40):
-            log = record(env, task, rng.choice(list(CARELESS)), seed, thoughts=False)
+            log = record(env, task, rng.choice(list(CARELESS)), seed)
             texts += ["\n".join([m["role"], m["content"], "assistant"]) for m in log["messages"]]
     plain = [text.replace(TAGS[0], "\n").replace(TAGS[1], "\n") for text in texts]
-    for word in name_words():
+    for word in [*name_words(), "yes", "no"]:
         plain += [f" {word}"] * 300 + [word] * 30
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -135,9 +136,10 @@ def seed_induction(model: Qwen2ForCausalLM, sharpness: float = 6.0, waves: int =
 
 
 def reading(world: World, chat: ChatFormat, rng: random.Random, questions: int = 3) -> Segment:
-    """One or two passages and questions about them, answered from the text."""
-    about = rng.sample(list(world.entities), rng.choice((1, 2)))
+    """One or two passages and questions about them, answered from the text; every relation is asked as often."""
     texts = dict(world.passages)
+    asked_for = rng.sample(RELATIONS, 2)
+    about = [rng.choice(world.members[relation.subject]) for relation in asked_for][: rng.choice((1, 2))]
     lines = [f"{i}. {texts[name]}" for i, name in enumerate(about, 1)]
     segment = Segment()
     for turn in range(questions):
@@ -151,6 +153,18 @@ def reading(world: World, chat: ChatFormat, rng: random.Random, questions: int =
             asked = chat.observation_ids([{"role": "user", "content": question}], ended_by=chat.turn_end_id)
             segment.extend(asked.ids)
         ids = chat.turn_ids(say_answer(entity.facts[relation.noun]))
+        segment.extend(ids, [0.0] * len(ids))
+    return segment
+
+
+def comparing(chat: ChatFormat, rng: random.Random, pairs: int = 6) -> Segment:
+    """Thoughts that put two trades side by side, and the verdict: teaches to tell whether they are equal."""
+    segment = Segment()
+    trades = TRADES["person"]
+    for _ in range(pairs):
+        first = rng.choice(trades)
+        second = first if rng.random() < 0.5 else rng.choice(trades)
+        ids = chat.turn_ids(say_verdict(first, second))
         segment.extend(ids, [0.0] * len(ids))
     return segment
 
@@ -171,7 +185,7 @@ class Cycle:
 
     ``short``: share of steps, at the start, on short texts and one-hop episodes alone; ``careless``: share of steps,
     at the end, on careless transcripts. ``texts``: lists to copy, passages to read, episodes, of a later step.
-    ``mix``: 1 hop, 2 hops, 3 hops, comparisons.
+    ``mix``: 1 hop, 2 hops, 3 hops, comparisons. Every step also shows two lists of comparisons.
     """
 
     steps: int
@@ -184,9 +198,9 @@ class Cycle:
 
 CYCLES = (
     Cycle(1600, 2e-3, 0.25, 0.1, (1, 6, 16), (0.25, 0.3, 0.25, 0.2)),
-    Cycle(900, 1.5e-3, 0.0, 0.12, (0, 4, 18), (0.15, 0.3, 0.3, 0.25)),
-    Cycle(700, 1.2e-3, 0.0, 0.14, (0, 3, 18), (0.1, 0.25, 0.35, 0.3)),
-    Cycle(500, 1e-3, 0.0, 0.16, (0, 3, 18), (0.3, 0.15, 0.15, 0.4)),
+    Cycle(900, 1.5e-3, 0.0, 0.12, (0, 5, 17), (0.15, 0.35, 0.35, 0.15)),
+    Cycle(700, 1.2e-3, 0.0, 0.14, (0, 4, 17), (0.2, 0.3, 0.35, 0.15)),
+    Cycle(500, 1e-3, 0.0, 0.16, (0, 3, 18), (0.25, 0.3, 0.3, 0.15)),
 )
 
 
@@ -198,6 +212,7 @@ def lesson(number: int, place: float, cycle: Cycle, chat: ChatFormat, words: lis
     lists, passages, episodes = (4, 14, 4) if short else cycle.texts
     out = [copying(words, rng) for _ in range(lists)]
     out += [reading(world, chat, rng) for _ in range(passages)]
+    out += [comparing(chat, rng) for _ in range(2)]
     env = environment(world)
     players = CARELESS if place >= 1 - cycle.careless else SKILLED
     for task in world.questions(episodes, number, (1, 0, 0, 0) if short else cycle.mix):
@@ -245,12 +260,12 @@ def run_cycle(
     model: Qwen2ForCausalLM, chat: ChatFormat, cycle: Cycle, first: int = 0, progress: bool = True
 ) -> dict[str, float]:
     """One cycle, its steps numbered from ``first``; returns running means of the losses on actions and on names."""
-    words, verdicts = (
+    words, trades, verdicts = (
         [chat.tokenizer.encode(f" {w}", add_special_tokens=False)[0] for w in texts]
-        for texts in (name_words(), ("yes", "no"))
+        for texts in (name_words(), TRADES["person"], ("yes", "no"))
     )
     value = torch.ones(model.config.vocab_size)
-    value[words], value[verdicts] = NAME_WEIGHT, VERDICT_WEIGHT
+    value[words + trades], value[verdicts] = NAME_WEIGHT, VERDICT_WEIGHT
     optimizer = torch.optim.AdamW(model.parameters(), lr=cycle.lr, betas=(0.9, 0.98), weight_decay=0.01)
     averages: dict[str, float] = {}
     bar = tqdm(range(cycle.steps), desc="pretraining atlas-tiny", disable=not progress)

@@ -1,13 +1,14 @@
 """The files in ``data/``, remade by ``python -m agentr1_lite data``.
 
 Worlds, demonstrations and logs are functions of fixed seeds and come out byte
-for byte; the weights of `atlas-tiny` come out equal on one machine and equal in
-what they score on others.
+for byte; the weights of `atlas-tiny` and `atlas-agent` come out equal on one machine
+and equal in what they score on others.
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from agentr1_lite.tasks import load_task
 from agentr1_lite.tasks.scripted import record
 
 DEMONSTRATIONS, LOGGED_QUESTIONS = 400, 240
-LOG_PLAYERS = ("careful", "annotator", "annotator", "hasty", "hasty")
+LOG_PLAYERS = ("annotator", "annotator", "annotator", "annotator", "hasty")
 
 
 def worlds(folder: Path) -> list[Path]:
@@ -32,10 +33,10 @@ def worlds(folder: Path) -> list[Path]:
 
 
 def demonstrations(folder: Path) -> list[Path]:
-    """What a hasty human annotator left: right where the way is short, given up where a search fails."""
+    """What a novice left: right where the way is short, given up where a search fails."""
     train = load_task("atlas", "train", count=DEMONSTRATIONS, seed=1)
     path = folder / "demonstrations.jsonl"
-    write_rows(path, [record(train.env, task, "annotator", seed) for seed, task in enumerate(train.tasks)])
+    write_rows(path, [record(train.env, task, "novice", seed) for seed, task in enumerate(train.tasks)])
     return [path]
 
 
@@ -61,9 +62,22 @@ def atlas_tiny(folder: Path) -> list[Path]:
     return sorted((folder / "atlas-tiny").iterdir())
 
 
+def atlas_agent(folder: Path) -> list[Path]:
+    """The shipped `atlas-tiny` after the three phases of its recipe (about three minutes on two cores)."""
+    from agentr1_lite import pipeline
+    from agentr1_lite.config import load_config
+    from agentr1_lite.policy import QwenPolicy
+
+    with tempfile.TemporaryDirectory() as scratch:
+        pipeline.train(load_config("atlas-tiny", [f"run.output={scratch}/run"]))
+        QwenPolicy(Path(scratch) / "run" / "policy").save(folder / "atlas-agent", critic=False)
+    return sorted((folder / "atlas-agent").iterdir())
+
+
 MAKERS: dict[str, Callable[[Path], list[Path]]] = {
     "worlds": worlds,
     "demonstrations": demonstrations,
     "offline-logs": offline_logs,
     "atlas-tiny": atlas_tiny,
+    "atlas-agent": atlas_agent,
 }

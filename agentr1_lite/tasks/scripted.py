@@ -44,6 +44,7 @@ PLAYERS: dict[str, Habits] = {
     "expert": Habits(),
     "careful": Habits(give_up=0.7),
     "annotator": Habits(stop_early={3: 0.75}, give_up=1.0),
+    "novice": Habits(stop_early={2: 0.2, 3: 0.9}, give_up=1.0),
     "hasty": Habits(guess=0.05, stop_early={2: 0.9, 3: 0.9}, give_up=0.9),
     "guesser": Habits(guess=0.8, give_up=1.0),
     "doubter": Habits(give_up=0.5, repeat=0.3),
@@ -59,12 +60,13 @@ def say_answer(answer: str) -> str:
     return f"<answer> {answer} </answer>"
 
 
-def play(task: Task, habits: Habits, rng: random.Random, thoughts: bool = True) -> Generator[str, str, None]:
-    """Yield the texts of the turns; the environment's reply is sent in.
+def say_verdict(first: str, second: str) -> str:
+    """Yes or no behind a thought that names both: side by side a small model can tell whether they are equal."""
+    return f"<think> {first} and {second} </think>\n" + say_answer("yes" if first == second else "no")
 
-    With ``thoughts`` a comparison names what it compares before it says yes or no: side by side, a small model can
-    tell whether two names are equal; far apart in two replies it cannot.
-    """
+
+def play(task: Task, habits: Habits, rng: random.Random) -> Generator[str, str, None]:
+    """Yield the texts of the turns; the environment's reply is sent in."""
     chains = task.info["chain"]
     steps = [tuple(step) for chain in chains for step in chain]
     yes_no = len(chains) > 1
@@ -86,19 +88,17 @@ def play(task: Task, habits: Habits, rng: random.Random, thoughts: bool = True) 
             yield say_answer(rng.choice(["yes", "no"]) if yes_no else found)
             return
     if yes_no:
-        first, second = steps[0][2], steps[1][2]
-        thought = f"<think> {first} and {second} </think>\n" if thoughts else ""
-        yield thought + say_answer("yes" if first == second else "no")
+        yield say_verdict(steps[0][2], steps[1][2])
     else:
         yield say_answer(steps[-1][2])
 
 
-def record(env: ToolEnv, task: Task, player: str, seed: int = 0, *, thoughts: bool = True) -> dict[str, Any]:
+def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, Any]:
     """Play one episode and return its log: messages as text, reward, stop reason, and who played."""
     rng = random.Random(f"{seed}/{player}/{task.id}")
     env = env.fork()
     messages = list(env.reset(task, seed))
-    turns = play(task, PLAYERS[player], rng, thoughts)
+    turns = play(task, PLAYERS[player], rng)
     text, result, reward = next(turns), None, 0.0
     while True:
         messages.append({"role": "assistant", "content": text})
