@@ -1,7 +1,7 @@
 # Every target creates .venv at the root when needed and runs in it.
 #   PYTHON=python3.12    the interpreter that .venv is made from
 #   AGENTR1_TORCH=cpu    cpu or gpu: decide by hand which torch a fresh .venv gets
-#   ARGS=training.seed=1  settings for demo, options for test and bench
+#   ARGS=training.seed=1  settings for demo, options for test, notebooks and bench
 #   DEMO_THREADS=1        threads of the demo, where the machine is busy
 
 PYTHON ?= python3
@@ -62,7 +62,7 @@ test: $(READY)  ## run the tests
 	$(PY) -m pytest $(ARGS)
 
 notebooks: $(READY)  ## write and execute the lessons' notebooks from their sources
-	$(PY) -m jupytext --to ipynb --execute notebooks/[0-9]*.py
+	$(PY) notebooks/build.py $(ARGS)
 
 bench: $(READY)  ## compare an online step with TRL's on this machine
 	$(PY) tests/benchmarks/vs_trl.py --json $(ARGS)

@@ -122,11 +122,15 @@ def _play_arguments(parser: argparse.ArgumentParser) -> None:
     _config_arguments(parser)
     parser.add_argument("--split", default="dev", choices=("train", "dev", "test"), help="split the question is from")
     parser.add_argument("--number", type=int, default=0, help="which question")
+    parser.add_argument(
+        "--by", choices=("turn", "token"), default="turn", help="type whole turns, or pick a policy's next tokens"
+    )
+    parser.add_argument("--policy", help="policy whose tokens are offered (default: model.base_model)")
 
 
 @command(_play_arguments)
 def play(args: argparse.Namespace) -> int:
-    """Be the policy: type turns and see observation, reward and end of an episode."""
+    """Be the policy: type turns, or pick tokens, and see observation, reward and end of an episode."""
     from agentr1_lite import pipeline
     from agentr1_lite.toolcalls import ToolCall, render_tool_call
 
@@ -135,6 +139,13 @@ def play(args: argparse.Namespace) -> int:
     if not 0 <= args.number < len(task_set.tasks):
         raise ValueError(f"--number {args.number}: the split has questions 0 to {len(task_set.tasks) - 1}")
     env, task = task_set.env.fork(), task_set.tasks[args.number]
+    if args.by == "token":
+        from agentr1_lite.views.player import StepPlayer, play_lines
+
+        config.model.base_model = args.policy or config.model.base_model
+        print(f"question> {task.question}")
+        play_lines(StepPlayer(pipeline.make_policy(config), env, task, config.training.seed), _lines("you> "), print)
+        return 0
     for message in env.reset(task, seed=config.training.seed):
         print(f"{message['role']}> {message['content']}")
     print("Type a search, 'answer: …' to finish, or a whole turn with its tags.")
@@ -154,7 +165,9 @@ def play(args: argparse.Namespace) -> int:
 
 def _data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="*", help="worlds, demonstrations, offline-logs, atlas-tiny (default: all but it)"
+        "what",
+        nargs="*",
+        help="worlds, demonstrations, offline-logs, atlas-tiny, atlas-agent (default: all but the last two)",
     )
     parser.add_argument("--output", default="data", help="folder to write to (default: data)")
 
@@ -164,7 +177,7 @@ def data(args: argparse.Namespace) -> int:
     """Remake the shipped files."""
     from agentr1_lite.tasks.build import MAKERS
 
-    wanted = args.what or [name for name in MAKERS if name != "atlas-tiny"]
+    wanted = args.what or [name for name in MAKERS if not name.startswith("atlas-")]
     unknown = [name for name in wanted if name not in MAKERS]
     if unknown:
         raise ValueError(f"{unknown[0]!r} is not among {', '.join(MAKERS)}")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_lite.batch import collate, micro_batches
-from agentr1_lite.forward import forwarded_tokens, numbered_rows
+from agentr1_lite.forward import numbered_rows
 from agentr1_lite.mdp import Segment, Trajectory, Turn
 
 

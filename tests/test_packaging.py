@@ -58,9 +58,11 @@ def test_set_up_files_name_no_address():
         assert "://" not in (ROOT / name).read_text(encoding="utf-8"), name
 
 
-def test_recipes_travel_with_the_package():
-    assert pyproject_list("agentr1_lite") == ["recipes/*.yaml", "tasks/*.jinja"]
-    assert list((ROOT / "agentr1_lite" / "recipes").glob("*.yaml"))
+def test_every_file_of_the_package_travels_with_it():
+    package = ROOT / "agentr1_lite"
+    listed = {path for pattern in pyproject_list("agentr1_lite") for path in package.glob(pattern)}
+    others = {p for p in package.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")}
+    assert listed == others != set()
 
 
 def run_make(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess:

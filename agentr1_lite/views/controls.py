@@ -1,0 +1,274 @@
+"""Controls beside a picture: change a number, and the picture is drawn anew in its place.
+
+The picture is one output that is updated through its display handle, so nothing flickers and no output can
+land in a wrong cell. Where no widget can work (no ipywidgets, a saved page), the same picture stands with the
+values it was made with and a line that says what to edit.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from agentr1_lite.settings import ConfigError, allowed, checked, value_type
+from agentr1_lite.views.theme import Html, esc, part, show
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDEST = 400  # whole numbers up to here get a slider, larger ones a box
+
+
+@dataclass
+class Knob:
+    """One control. ``bounds`` (low, high, step) makes a slider where ``slide``, a box otherwise."""
+
+    label: str
+    value: Any
+    kind: type
+    bounds: tuple[Any, Any, Any] | None = None
+    choices: tuple = ()
+    optional: bool = False
+    unit: str = ""
+    help: str = ""
+    edit: str = ""
+    slide: bool = True
+
+
+class Panel:
+    """Knobs and a picture of them; ``draw(values)`` gets every knob's value by name.
+
+    Last in a cell it shows itself. ``set(name, value)`` does from code what a control does. ``static=True`` leaves
+    the widgets out.
+    """
+
+    def __init__(
+        self,
+        knobs: Mapping[str, Knob],
+        draw: Callable[[dict[str, Any]], Any],
+        *,
+        title: str = "",
+        static: bool = False,
+    ) -> None:
+        self.knobs, self.title = dict(knobs), title
+        self.static = static or importlib.util.find_spec("ipywidgets") is None
+        self._draw, self._handles, self._widgets = draw, [], {}
+        self.picture = self._render()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {name: knob.value for name, knob in self.knobs.items()}
+
+    def set(self, name: str, value: Any) -> None:
+        """Change a knob, here and in the widget, and draw; an unknown name raises ``ValueError``."""
+        if name not in self.knobs:
+            raise ValueError(f"the panel has no control {name!r}; it has {', '.join(self.knobs)}")
+        if name in self._widgets and self._widgets[name].value != value:
+            self._widgets[name].value = value  # its observer comes back here
+            return
+        self.knobs[name].value = value
+        self.picture = self._render()
+        for handle in self._handles:
+            handle.update(self.picture)
+
+    def _render(self) -> Html:
+        try:
+            return show(self._draw(self.values), alt=self.title)
+        except Exception as error:  # a value may be one that the picture cannot show
+            said = " ".join(str(error).split()) or type(error).__name__
+            return show(part(f'<p class="bad">Not drawn: {esc(said)}</p>'))
+
+    # Showing it
+
+    @property
+    def html(self) -> str:
+        """The picture as it stands, with the line that says what to edit."""
+        return self.note() + self.picture.html
+
+    def note(self) -> str:
+        """The values as text, for pages without widgets."""
+        head = f"<h4>{esc(self.title)}</h4>" if self.title else ""
+        values = ", ".join(f"{esc(k.label)} = {esc(k.value)}{' ' + esc(k.unit) if k.unit else ''}" for k in self._all())
+        edits = " or ".join(f"<code>{esc(knob.edit)}</code>" for knob in self._all()[:2])
+        more = " …" if len(self.knobs) > 2 else ""
+        return part(
+            f'{head}<p class="note">Drawn with {values}. Run the cell to move the controls, '
+            f"or edit {edits}{more} in it and run it again.</p>"
+        )
+
+    def _all(self) -> list[Knob]:
+        return list(self.knobs.values())
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        data = {"text/html": self.note(), "text/plain": repr(self)}
+        if not self.static:
+            found = self._box()._repr_mimebundle_()
+            data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
+        display(data, raw=True)
+        self._handles = [display(self.picture, display_id=True)]  # a cell run again replaces the former picture
+
+    def __repr__(self) -> str:
+        return f"<Panel {', '.join(f'{name}={knob.value!r}' for name, knob in self.knobs.items())}>"
+
+    def _box(self) -> Any:
+        import ipywidgets as w
+
+        rows = [w.HTML(f"<b>{esc(self.title)}</b>")] if self.title else []
+        for name, knob in self.knobs.items():
+            widget, shown = _widget(knob)
+            self._widgets[name] = widget
+            widget.observe(lambda change, name=name: self.set(name, change["new"]), names="value")
+            text = f"{esc(knob.unit)}{' · ' if knob.unit and knob.help else ''}{esc(knob.help)}"
+            rows.append(w.HBox([shown, w.HTML(f'<span style="opacity:.7;font-size:12px">{text}</span>')]))
+        return w.VBox(rows)
+
+
+class _Optional:
+    """A number that a tick box switches off; ``value`` is None then."""
+
+    def __init__(self, inner: Any, on: bool) -> None:
+        import ipywidgets as w
+
+        self.inner, self.tick = inner, w.Checkbox(on, description="on", indent=False, layout={"width": "50px"})
+        inner.disabled = not on
+
+    @property
+    def value(self) -> Any:
+        return self.inner.value if self.tick.value else None
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        if value is not None:
+            self.inner.value = value
+        self.tick.value = value is not None
+
+    def observe(self, call: Callable[[dict], None], names: str) -> None:
+        def changed(_: Any) -> None:
+            self.inner.disabled = not self.tick.value
+            call({"new": self.value})
+
+        for widget in (self.inner, self.tick):
+            widget.observe(changed, names)
+
+
+def _widget(knob: Knob) -> tuple[Any, Any]:
+    """The widget that holds the value, and what is shown of it."""
+    import ipywidgets as w
+
+    look = {
+        "description": knob.label,
+        "style": {"description_width": "140px"},
+        "layout": {"width": "400px"},
+    }
+    if knob.choices:
+        made = w.Dropdown(options=knob.choices, value=knob.value, **look)
+    elif knob.kind is bool:
+        made = w.Checkbox(bool(knob.value), indent=True, **look)
+    elif knob.kind is str or knob.bounds is None:
+        made = w.Text(str(knob.value), continuous_update=False, **look)
+    else:
+        low, high, step = knob.bounds
+        whole = knob.kind is int
+        cls = {
+            (True, True): w.IntSlider,
+            (True, False): w.FloatSlider,
+            (False, True): w.BoundedIntText,
+            (False, False): w.BoundedFloatText,
+        }[knob.slide, whole]
+        extra = {"readout_format": "d" if whole else ".3g"} if knob.slide else {}
+        start = low if knob.value is None else knob.value
+        made = cls(start, min=low, max=high, step=step, **extra, **look)
+        if knob.optional:
+            pair = _Optional(made, knob.value is not None)
+            return pair, w.HBox([made, pair.tick])
+    return made, made
+
+
+def panel(
+    config: Any,
+    draw: Callable[[Any], Any],
+    names: Sequence[str] | Mapping[str, tuple],
+    *,
+    title: str = "",
+    static: bool = False,
+    variable: str = "config",
+) -> Panel:
+    """Controls for settings of a config dataclass; ``draw(config)`` gives HTML or a figure.
+
+    Labels, bounds, units, choices and help come from the fields. The given config is changed in place, so that
+    later cells use what was chosen.
+
+    Args:
+        config: a ``Config``, whose names are ``section.name``, or one of its sections.
+        names: which settings; a mapping narrows the bounds: ``{"training.lr": (1e-5, 1e-3, 1e-5)}``.
+        variable: what the config is called in the cell, for the line that says what to edit.
+    """
+    knobs = {name: _knob(config, name, names.get(name) if isinstance(names, Mapping) else None) for name in names}
+    for name, knob in knobs.items():
+        knob.edit = f"{variable}.{name} = {knob.value!r}"
+
+    def draw_config(values: dict[str, Any]) -> Any:
+        for name, value in values.items():
+            section, item = _field(config, name)
+            setattr(section, item.name, checked(section, item, value, name))
+        return draw(config)
+
+    return Panel(knobs, draw_config, title=title, static=static)
+
+
+def _field(config: Any, name: str) -> tuple[Any, Any]:
+    *sections, last = name.split(".")
+    for section in sections:
+        config = getattr(config, section, None)
+    found = [item for item in fields(config) if item.name == last] if hasattr(config, "__dataclass_fields__") else []
+    if not found or "help" not in found[0].metadata:
+        raise ConfigError(f"{name!r} is not a setting of the config; name them as in 'training.gamma'")
+    return config, found[0]
+
+
+def _knob(config: Any, name: str, bounds: tuple | None) -> Knob:
+    section, item = _field(config, name)
+    kind, optional = value_type(section, item.name)
+    low, high, choices, unit = (item.metadata[key] for key in ("min", "max", "choices", "unit"))
+    if kind is dict:
+        raise ConfigError(f"{name} is a mapping; a panel has no control for it")
+    if choices and optional:
+        choices = (*choices, None)
+    if bounds is None and low is not None:
+        bounds = (low, high, 1 if kind is int else (high - low) / 100)
+        # a bound that only says what is allowed at all is no range to slide over
+        slide = high - low <= (WIDEST if kind is int else 10)
+        bounds = bounds if slide or kind is int else (low, high, 0.01)
+    else:
+        slide = True
+    label = item.name.replace("_", " ")
+    said = f"{item.metadata['help']} ({allowed(section, item)})" if not slide else item.metadata["help"]
+    return Knob(label, getattr(section, item.name), kind, bounds, choices, optional, unit, said, slide=slide)
+
+
+def sliders(draw: Callable[..., Any], *, title: str = "", static: bool = False, **knobs: Any) -> Panel:
+    """Controls for free values; ``draw(**values)`` gives HTML or a figure.
+
+    A knob is ``(min, max, step, value)``, a list of choices (the first is taken), or True or False.
+    """
+    made = {}
+    for name, given in knobs.items():
+        label = name.replace("_", " ")
+        if isinstance(given, bool):
+            made[name] = Knob(label, given, bool)
+        elif isinstance(given, list) and given:
+            made[name] = Knob(label, given[0], type(given[0]), choices=tuple(given))
+        elif isinstance(given, tuple) and len(given) == 4 and given[0] <= given[3] <= given[1]:
+            kind = int if all(isinstance(x, int) for x in given) else float
+            made[name] = Knob(label, given[3], kind, given[:3])
+        else:
+            raise ValueError(
+                f"sliders: {name}={given!r} is not (min, max, step, value), a list of choices, True or False"
+            )
+        made[name].edit = f"{name}={given!r}"
+    return Panel(made, lambda values: draw(**values), title=title, static=static)

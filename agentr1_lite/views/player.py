@@ -1,0 +1,302 @@
+"""Play an episode action by action: pick the policy's next token, or type, and see what each action does.
+
+`StepPlayer` is the state machine: it knows no screen. It shows itself in a notebook (with buttons where widgets
+work) and in a terminal (``python -m agentr1_lite play --by token``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from agentr1_lite.engine import EngineTurn, LocalEngine
+from agentr1_lite.env import ToolEnv
+from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_transition, generative_transition
+from agentr1_lite.policy import QwenPolicy
+from agentr1_lite.rollout import record_turns, start_episode
+from agentr1_lite.sampling import Sampling
+from agentr1_lite.views.theme import Html, esc, part, show
+
+HELP = "a number picks that token, go lets the policy finish its turn, undo takes back, other text is typed"
+
+
+class Choice(NamedTuple):
+    """A next token and π(token | state)."""
+
+    token: int
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One action and what came of it; ``environmental`` is True where it completed a turn.
+
+    ``reward`` is that of the transition: 0 on a generative one, the process reward of a turn, with the outcome
+    at the end. ``probability`` is π(token | state), also of a token the policy did not choose.
+    """
+
+    token: int
+    text: str
+    probability: float
+    environmental: bool = False
+    observation: str = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class StepPlayer:
+    """One episode of ``task`` in ``env``, one token at a time; ``seed`` is the world's and the samples'.
+
+    Attributes:
+        state: ``s_t`` of the extended MDP.
+        steps: what happened so far.
+        trajectory: the record, as a rollout writes it; a turn enters it when it is complete.
+    """
+
+    def __init__(self, policy: QwenPolicy, env: ToolEnv, task: Task, seed: int = 0, temperature: float = 1.0) -> None:
+        self.policy, self.env, self.task, self.seed = policy, env, task, seed
+        self._engine = LocalEngine(policy, sampling=Sampling(temperature), stop_strings=env.stop_strings, max_rows=1)
+        self._refresh: Callable[[], None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._episode = start_episode(self.policy, self.env, self.task, seed=self.seed)
+        tools = tuple(tool.name for tool in self._episode.env.tools)
+        self.state = State(self.task, tuple(self._episode.prompt), tools=tools)
+        self.steps: list[Step] = []
+        self._row = None
+        if not self.done:
+            limits = [self._episode.turn_limit()]
+            (self._row,) = self._engine.open([self._episode.prompt], [self.trajectory.seed], limits)
+
+    @property
+    def trajectory(self) -> Trajectory:
+        return self._episode.trajectory
+
+    @property
+    def done(self) -> bool:
+        return self._episode.done
+
+    def choices(self, k: int = 5) -> list[Choice]:
+        """The policy's k likeliest next tokens; none after the end."""
+        if self.done:
+            return []
+        found = self._engine.top_choices(self._row, k)
+        return [Choice(token, self.policy.chat.decode([token]), probability) for token, probability in found]
+
+    def choose(self, token: int) -> Step:
+        """Take this token as the action ``a_t``, whatever the policy thinks of it."""
+        self._must_go_on()
+        if not 0 <= int(token) < len(self.policy.tokenizer):
+            raise ValueError(f"token {token} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
+        self._engine.force(self._row, int(token))
+        return self._advance()
+
+    def sample(self) -> Step:
+        """Let the policy draw the next token."""
+        self._must_go_on()
+        return self._advance()
+
+    def finish_turn(self) -> list[Step]:
+        """Let the policy draw until its turn is complete."""
+        taken = [self.sample()]
+        while not taken[-1].environmental:
+            taken.append(self.sample())
+        return taken
+
+    def type_text(self, text: str, end: bool | None = None) -> list[Step]:
+        """Take the tokens of ``text`` as actions, up to where a turn completes.
+
+        ``end`` adds the end of turn; None adds it where the text ends in a call's or an answer's closing tag.
+        """
+        self._must_go_on()
+        end = text.rstrip().endswith(self._closings()) if end is None else end
+        ids = self.policy.chat.turn_ids(text)
+        if not end and self.policy.chat.turn_end_id is not None:
+            ids = ids[:-1]
+        taken: list[Step] = []
+        for token in ids:
+            taken.append(self.choose(token))
+            if taken[-1].environmental:
+                break
+        return taken
+
+    def _closings(self) -> tuple[str, ...]:
+        tools = {tool.name: tool.text_parameter for tool in self.env.tools}
+        return tuple(tag.replace("<", "</", 1) for tag in ("<answer>", *self.env.format.open_tags(tools)))
+
+    def undo(self, count: int = 1) -> None:
+        """Take back the last actions: the episode is played again up to there, with the same seed."""
+        kept = [step.token for step in self.steps[: max(0, len(self.steps) - count)]]
+        if self._row is not None:
+            self._engine.close(self._row)
+        self._begin()
+        for token in kept:
+            self.choose(token)
+
+    def _must_go_on(self) -> None:
+        if self.done:
+            reason = self.trajectory.stop_reason.value
+            raise ValueError(f"the episode is over ({reason}); take back an action with undo() or make a new player")
+
+    def _advance(self) -> Step:
+        before = dict(self._engine.top_choices(self._row, self.policy.causal.config.vocab_size))
+        turns = self._engine.step()
+        action = Action(self._engine.tokens(self._row)[-1], completes_turn=bool(turns))
+        self.state = generative_transition(self.state, action)
+        step = Step(action.token, self.policy.chat.decode([action.token]), before[action.token])
+        self.steps.append(self._answered(turns[0], step) if turns else step)
+        return self.steps[-1]
+
+    def _answered(self, turn: EngineTurn, step: Step) -> Step:
+        """The step with the environment's answer to the turn that it completed."""
+        follow = record_turns(self.policy, [(self._episode, turn)])[0]
+        record = self.trajectory.turns[-1]
+        feedback, reward = (follow[0] if follow else []), record.process_reward
+        self.state = environmental_transition(self.state, feedback)
+        if follow is None:
+            self._engine.close(self._row)
+            self._row, reward = None, reward + self.trajectory.reward
+        else:
+            self._engine.extend(self._row, *follow)
+        return replace(step, environmental=True, observation=record.observation, reward=reward, done=self.done)
+
+    # Showing it
+
+    def html(self, k: int = 5) -> Html:
+        """The episode so far, the last transition, and the choices ahead."""
+        rows = [f'<p class="ask">{esc(self.task.question)}</p>']
+        for spoken, feedback in self.state.turns:
+            rows.append(self._tokens("agent", "agent", spoken, "sa"))
+            rows += [self._tokens("reply", "world", feedback, "so")] if feedback else []
+        if self.state.partial:
+            rows.append(self._tokens("agent", "agent", self.state.partial, "sa"))
+        rows.append(f'<p style="margin:8px 0">{self._said()}</p>')
+        rows += [_bar(n, choice) for n, choice in enumerate(self.choices(k), 1)]
+        return show(part("".join(rows), label="an episode played step by step"))
+
+    def _tokens(self, kind: str, who: str, ids: Iterable[int], color: str) -> str:
+        spans = "".join(f'<span class="t {color}">{esc(self.policy.chat.decode([i]))}</span>' for i in ids)
+        return f'<div class="row {kind}"><i>{who}</i><p>{spans}</p></div>'
+
+    def _said(self) -> str:
+        """The last transition in words."""
+        if not self.steps:
+            return f"State <b>s₀</b>: the prompt, {len(self.state.prompt)} tokens. Pick the first token."
+        step, t = self.steps[-1], len(self.steps)
+        if not step.environmental:
+            return f"<b>Generative</b> transition P_G: token {t} joins the open turn. Reward 0."
+        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {step.reward:+.2f}. "
+        if not step.done:
+            return f"{head}The world answered with {len(self.state.turns[-1][1])} tokens; a new turn begins."
+        golds = " or ".join(self.task.golds)
+        reason, answer = self.trajectory.stop_reason.value, self.trajectory.answer
+        return f"{head}The episode is over ({esc(reason)}): answer {esc(answer)}, right is {esc(golds)}."
+
+    def _repr_html_(self) -> str:
+        return self.html().html
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display
+
+        from agentr1_lite.views.controls import WIDGET
+
+        data = {"text/plain": repr(self), "text/html": show('<p class="note">Run the cell to play with buttons.</p>')}
+        if importlib.util.find_spec("ipywidgets") is not None:
+            found = self._buttons()._repr_mimebundle_()
+            data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
+        self._handle = display(self.html(), display_id=True)
+        display(data, raw=True)
+
+    def _buttons(self, k: int = 5) -> Any:
+        import ipywidgets as w
+
+        picks = [w.Button(layout={"width": "auto", "min_width": "90px"}) for _ in range(k)]
+        typed = w.Text(placeholder="or type text and press Enter", continuous_update=False)
+        ahead, back = w.Button(description="Policy finishes its turn"), w.Button(description="Undo")
+        ahead.layout.width = "auto"
+        offered: list[Choice] = []
+
+        def refresh() -> None:
+            offered[:] = self.choices(k)
+            for n, button in enumerate(picks):
+                button.disabled = n >= len(offered)
+                button.description = f"{n + 1} · {visible(offered[n].text)}" if n < len(offered) else "–"
+            ahead.disabled = typed.disabled = self.done
+            back.disabled = not self.steps
+            if hasattr(self, "_handle"):
+                self._handle.update(self.html(k))
+
+        def after(act: Callable[[], Any]) -> Callable[[Any], None]:
+            def run(_: Any) -> None:
+                act()
+                refresh()
+
+            return run
+
+        def send(change: dict[str, Any]) -> None:
+            if change["new"]:
+                self.type_text(change["new"])
+                typed.value = ""
+                refresh()
+
+        for n, button in enumerate(picks):
+            button.on_click(after(lambda n=n: self.choose(offered[n].token)))
+        ahead.on_click(after(self.finish_turn))
+        back.on_click(after(self.undo))
+        typed.observe(send, names="value")
+        refresh()
+        return w.VBox([w.HBox(picks, layout={"flex_flow": "row wrap"}), w.HBox([typed, ahead, back])])
+
+    def __repr__(self) -> str:
+        state = f"over ({self.trajectory.stop_reason.value})" if self.done else "open"
+        return f"<StepPlayer of {self.task.id!r}: {len(self.steps)} actions, {state}>"
+
+
+def visible(text: str) -> str:
+    """A token's text with spaces and line ends to be seen."""
+    return text.replace(" ", "·").replace("\n", "↵")
+
+
+def _bar(number: int, choice: Choice) -> str:
+    share = f'<span style="display:inline-block;height:9px;width:{choice.probability * 200:.0f}px;min-width:1px;'
+    bar = f'{share}background:var(--ar1-blue);margin:0 8px;border-radius:2px"></span>'
+    return (
+        f'<div style="display:flex;align-items:center"><span style="width:210px">{number} '
+        f"<code>{esc(visible(choice.text))}</code></span>{bar}{choice.probability:.3f}</div>"
+    )
+
+
+def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
+    """Play in a terminal: each line is a number of a choice, ``go``, ``undo`` or text to type."""
+    say(HELP)
+    say(_offer(player, k))
+    for line in lines:
+        offered, before = player.choices(k), len(player.steps)
+        if line.lower() == "undo":
+            player.undo()
+        elif line.lower() == "go":
+            player.finish_turn()
+        elif line.isdecimal() and 1 <= int(line) <= len(offered):
+            player.choose(offered[int(line) - 1].token)
+        else:
+            player.type_text(line.replace("\\n", "\n"))
+        for step in player.steps[before:]:
+            if step.environmental:
+                say(f"agent> {player.trajectory.turns[-1].text}")
+                say(f"world> {step.observation}" if step.observation else "world> (ends the episode)")
+                say(f"[P_E, reward {step.reward:+.2f}]")
+        if player.done:
+            end = player.trajectory
+            say(f"[{end.stop_reason.value}] answer: {end.answer}; right: {' or '.join(player.task.golds)}")
+            return
+        say(_offer(player, k))
+
+
+def _offer(player: StepPlayer, k: int) -> str:
+    spoken = visible(player.policy.chat.decode(player.state.partial))
+    rows = [f"  {n}) {visible(c.text):<24}{c.probability:.3f}" for n, c in enumerate(player.choices(k), 1)]
+    return "\n".join([f"so far> {spoken}", *rows])

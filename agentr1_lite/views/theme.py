@@ -1,0 +1,198 @@
+"""One look for every view and figure: colours for light and dark, escaping, and figures that follow the theme.
+
+Colours come after `agentr1_lite.plots.COLORS`, which people with any common colour blindness tell apart; a
+second sign (a word, a line style, a mark) always goes with them. In HTML a colour is a CSS custom property
+``--ar1-name`` on ``.ar1``, so the same saved picture is readable in a light and in a dark page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import sys
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from agentr1_lite import plots
+
+# name: (on light, on dark)
+COLORS: dict[str, tuple[str, str]] = {
+    "ink": ("#1d2430", "#e9e7e2"),
+    "muted": ("#5c6675", "#9ba5b4"),
+    "rule": ("#d9d5cb", "#3a414d"),
+    "paper": ("#fefdfb", "#14171c"),
+    "tint": ("#f3f0e8", "#232831"),
+    "bad": ("#b3261e", "#ff8a80"),
+    "blue": plots.COLORS["online"],
+    "orange": plots.COLORS["offline"],
+    "green": plots.COLORS["imitation"],
+    "purple": plots.COLORS["max_turns"],
+    "yellow": plots.COLORS["no_call"],
+    "grey": plots.COLORS["base"],
+}
+SERIES = ("blue", "orange", "green", "purple", "yellow", "grey")
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P")
+# what matplotlib paints where nothing else was said
+_DEFAULTS = {"#000000": "ink", "#ffffff": "paper", "#cccccc": "rule", "#b0b0b0": "rule"}
+
+
+# control characters, half surrogate pairs, and what changes the direction of the text around it
+_ODD = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+
+
+def esc(text: Any) -> str:
+    """Any text as HTML shows it: escaped, invisible characters by their numbers (``⟨202E⟩``)."""
+    return escape(_ODD.sub(lambda m: f"⟨{ord(m[0]):04X}⟩", str(text)))
+
+
+class Html(str):
+    """HTML that a notebook shows as such; ``html`` is the string itself, ``alt`` says what it shows."""
+
+    alt: str
+
+    def __new__(cls, html: str, alt: str = "") -> Html:
+        made = super().__new__(cls, html)
+        made.alt = alt
+        return made
+
+    @property
+    def html(self) -> str:
+        return str(self)
+
+    def __repr__(self) -> str:
+        return f"<Html: {self.alt or 'a picture; show it in a notebook or save it as a page'}>"
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+@cache
+def asset(name: str) -> str:
+    """A packaged file of this folder."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+@cache
+def style() -> str:
+    """A ``<style>`` element: the palette and the rules of every view, all of it inside ``.ar1``."""
+    light, dark = ("".join(f"--ar1-{name}:{pair[mode]};" for name, pair in COLORS.items()) for mode in (0, 1))
+    hosts = (
+        (".ar1", light),
+        ("@media (prefers-color-scheme:dark){.ar1", dark + "}"),
+        ('[data-jp-theme-light="true"] .ar1,body.vscode-light .ar1,html[theme=light] .ar1', light),
+        (
+            '[data-jp-theme-light="false"] .ar1,body.vscode-dark .ar1,body.vscode-high-contrast .ar1,'
+            "html[theme=dark] .ar1",
+            dark,
+        ),
+        ("@media print{.ar1.ar1.ar1", light + "}"),
+    )
+    palette = "".join(f"{where}{{{colors}}}" for where, colors in hosts)
+    return f"<style>{palette}{asset('views.css')}</style>"
+
+
+def part(body: str, *, kind: str = "", script: bool = False, label: str = "") -> str:
+    """A self-contained piece of a page around ``body``: style, and the viewer's script where it is wanted.
+
+    ``kind`` names further CSS classes, ``label`` (plain text) is what a screen reader announces.
+    """
+    spoken = f' role="group" aria-label="{esc(label)}"' if label else ""
+    code = f"<script>{asset('views.js')}</script>" if script else ""
+    # JupyterLab would take the arrow keys for its own commands
+    return f'<div class="{f"ar1 {kind}".strip()}"{spoken} data-lm-suppress-shortcuts="true">{style()}{body}{code}</div>'
+
+
+def series(i: int) -> str:
+    """The colour of line ``i``; `show` turns it into the theme's."""
+    return COLORS[SERIES[i % len(SERIES)]][0]
+
+
+def line(i: int, marker: bool = False) -> dict[str, Any]:
+    """Keywords of ``axes.plot`` for line ``i``: colour and line style (and marker), so that neither stands alone."""
+    n = i % len(SERIES)
+    return {"color": series(i), "linestyle": LINES[n], **({"marker": MARKERS[n]} if marker else {})}
+
+
+def _rc() -> dict[str, Any]:
+    from cycler import cycler
+
+    ink, muted, rule = (COLORS[name][0] for name in ("ink", "muted", "rule"))
+    return plots.THEME | {
+        "text.color": ink,
+        "axes.titlecolor": ink,
+        "axes.labelcolor": muted,
+        "axes.edgecolor": rule,
+        "axes.facecolor": "none",
+        "figure.facecolor": "none",
+        "savefig.facecolor": "none",
+        "grid.color": rule,
+        "xtick.color": muted,
+        "ytick.color": muted,
+        "lines.linewidth": 2.0,
+        "legend.frameon": False,
+        "axes.prop_cycle": cycler(color=[series(i) for i in range(6)]) + cycler(linestyle=LINES),
+        "svg.fonttype": "none",
+        "svg.hashsalt": "agentr1_lite",
+    }
+
+
+def figure(width: float = 7, height: float = 3, rows: int = 1, cols: int = 1, **options: Any) -> tuple[Any, Any]:
+    """A matplotlib figure in the theme and its axes (an array where there are several); sizes in inches.
+
+    ``options`` go to ``Figure.subplots`` (sharex, width_ratios …). The figure belongs to no window: give it to `show`.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_rc()):
+        made = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasSVG(made)
+        return made, made.subplots(rows, cols, **options)
+
+
+def show(what: Any, *, alt: str = "") -> Html:
+    """A figure or a piece of HTML as one that follows the page's theme.
+
+    A matplotlib figure becomes inline SVG on a transparent ground whose colours are the theme's, and is closed;
+    ``alt`` describes it for those who cannot see it. HTML without a view's frame gets one.
+    """
+    if isinstance(what, Html):
+        return what
+    if isinstance(what, str):
+        return Html(what if what.startswith('<div class="ar1') else part(what, label=alt), alt)
+    if not hasattr(what, "savefig"):
+        raise ValueError(f"show got {type(what).__name__}; give a matplotlib figure or a string of HTML")
+    return Html(part(figure_svg(what, alt)), alt)
+
+
+def figure_svg(fig: Any, alt: str = "") -> str:
+    """The figure as an ``<svg>`` element, the same bytes for the same figure; closes the figure."""
+    import matplotlib
+
+    file = io.StringIO()
+    with matplotlib.rc_context(_rc()):
+        fig.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close(fig)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"'DejaVu Sans'(, *('[^']*'|[\w -]+))*", "'DejaVu Sans', Verdana, sans-serif", svg)
+    names = {pair[0]: name for name, pair in COLORS.items()} | _DEFAULTS
+    svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--ar1-{names[m[0]]})" if m[0] in names else m[0], svg, flags=re.I)
+    # several figures share a page: their ids must not meet
+    salt = hashlib.sha1(svg.encode()).hexdigest()[:6]
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{salt}-", svg)
+    size = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', svg)
+    width = float(size[1]) * 4 / 3 if size else 700  # points to CSS pixels
+    head = f'<svg class="fig" role="img" aria-label="{esc(alt)}" style="max-width:{width:.0f}px"'
+    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
+    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
+    return re.sub(r"\n\s*", "\n", svg.replace("<svg", head, 1)).strip()

@@ -1,0 +1,311 @@
+"""One trajectory as a table of tokens: what each says, who wrote it, in which turn, and its numbers.
+
+The views draw this table and nothing else, so everything they need is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from agentr1_lite.foreign import encode_foreign
+from agentr1_lite.jsonl import read_rows
+from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind
+
+SOURCES = ("prompt", "action", "seam", "observation")
+Numbers = list[float | None]
+ALIASES = {
+    "mask": "action_mask",
+    "advantages": "advantage",
+    "returns": "return",
+    "rewards": "reward",
+    "values": "value",
+    "logprobs": "logprob",
+    "old_logprobs": "old_logprob",
+    "ref_logprobs": "ref_logprob",
+    "entropies": "entropy",
+    "ratios": "ratio",
+}
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """T tokens of a trajectory, its segments one after the other; every list has T entries.
+
+    Attributes:
+        pieces: the text of each token alone; bytes that are no whole character as ``⟨F0 9F⟩``.
+        special: True where the tokenizer holds the token as a control token.
+        source: one of `SOURCES`; "action" exactly where the action mask is True.
+        turn: index of the turn, −1 before a segment's first turn.
+        quantities: numbers by name, None where there is none; "action_mask" is always there.
+    """
+
+    ids: list[int]
+    pieces: list[str]
+    special: list[bool]
+    source: list[str]
+    turn: list[int]
+    segment: list[int]
+    quantities: dict[str, Numbers] = field(default_factory=dict)
+    has_text: bool = True
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def turns(self) -> list[tuple[int, int]]:
+        """Half-open spans of tokens with one segment and one turn, in order."""
+        return runs(list(zip(self.segment, self.turn, strict=True)))
+
+
+def runs(keys: Sequence[Any]) -> list[tuple[int, int]]:
+    """Half-open spans of equal neighbours."""
+    edges = [0, *(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]), len(keys)]
+    return [(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+
+
+def token_table(
+    trajectory: Any, tokenizer: Any = None, quantities: Mapping[str, Any] | None = None, *, index: int = 0
+) -> TokenTable:
+    """The table of a trajectory (or of anything `as_trajectory` reads).
+
+    Args:
+        tokenizer: a tokenizer, or a policy that has one; without it ``trajectory.info["pieces"]`` (a list of texts
+            a segment) is shown, else the ids.
+        quantities: name → T numbers, flat or one list a segment; tensors of shape (T,) too; None where there is none.
+            Ratio and KL are added where "logprob", and "ref_logprob", of the present policy are given.
+
+    Raises:
+        ValueError: naming the field and the place that is inconsistent.
+    """
+    trajectory = as_trajectory(trajectory, index)
+    trajectory.check()
+    where = f"trajectory of task {trajectory.task_id!r}"
+    ids = [i for s in trajectory.segments for i in s.token_ids]
+    mask = [m for s in trajectory.segments for m in s.action_mask]
+    source, turns, segments = _places(trajectory)
+    pieces, special = _texts(trajectory, ids, tokenizer, where)
+    given: dict[str, Any] = {"action_mask": [float(m) for m in mask]}
+    given["sampled_logprob"] = [
+        x if m else None for s in trajectory.segments for m, x in zip(s.action_mask, s.logprobs, strict=True)
+    ]
+    if not any(x for x in given["sampled_logprob"]):
+        del given["sampled_logprob"]  # made by hand or imported: nobody measured them
+    given["reward"] = trajectory.token_rewards()
+    given |= {ALIASES.get(name, name): values for name, values in (quantities or {}).items()}
+    table = {name: _numbers(name, values, len(ids), where) for name, values in given.items()}
+    _derive(table, mask)
+    has_text = tokenizer is not None or "pieces" in trajectory.info
+    return TokenTable(ids, pieces, special, source, turns, segments, table, has_text)
+
+
+def _places(trajectory: Trajectory) -> tuple[list[str], list[int], list[int]]:
+    """Source, turn and segment of every token."""
+    source, turns, segments = [], [], []
+    for index, segment in enumerate(trajectory.segments):
+        mine = sorted((t.start, i) for i, t in enumerate(trajectory.turns) if t.segment == index)
+        seen = {
+            t for turn in trajectory.turns if turn.segment == index
+            for t in range(turn.observation_start, turn.observation_end)
+        }  # fmt: skip
+        now = -1
+        for t, acted in enumerate(segment.action_mask):
+            while mine and mine[0][0] <= t:
+                now = mine.pop(0)[1]
+            before = now < 0 and t < segment.prompt_length
+            source.append("action" if acted else "observation" if t in seen else "prompt" if before else "seam")
+            turns.append(now)
+            segments.append(index)
+    return source, turns, segments
+
+
+def _texts(trajectory: Trajectory, ids: list[int], tokenizer: Any, where: str) -> tuple[list[str], list[bool]]:
+    if tokenizer is None and "pieces" in trajectory.info:
+        pieces = [str(p) for part in trajectory.info["pieces"] for p in part]
+        if len(pieces) != len(ids):
+            raise ValueError(f"{where}: info['pieces'] holds {len(pieces)} texts for {len(ids)} tokens; give one each")
+        return pieces, [False] * len(ids)
+    if tokenizer is None:
+        return [f"{i} " for i in ids], [False] * len(ids)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    known = {i: piece(tokenizer, i) for i in set(ids)}
+    return [known[i][0] for i in ids], [known[i][1] for i in ids]
+
+
+def piece(tokenizer: Any, id: int) -> tuple[str, bool]:
+    """The text of one token, and whether it is a control token; an id outside the vocabulary reads ``⟨id⟩``."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(id)
+    if added is not None and added.content.strip():
+        return added.content, True
+    try:
+        token = tokenizer.convert_ids_to_tokens(id)
+        text = tokenizer.decode([id], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError):
+        token = None
+    if token is None:
+        return f"⟨{id}⟩", False
+    if token.startswith("▁") and not text.startswith(" "):
+        text = " " + text  # SentencePiece drops the first space of a text
+    if "�" in text:
+        table = _bytes()
+        raw = [table[c] for c in token] if all(c in table for c in token) else []
+        if found := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            raw = [int(found[1], 16)]
+        text = "⟨" + " ".join(f"{byte:02X}" for byte in raw) + "⟩" if raw else text
+    return text, False
+
+
+BYTES = re.compile("⟨[0-9A-F]{2}( [0-9A-F]{2})*⟩")  # how `piece` writes them
+
+
+@cache
+def _bytes() -> dict[str, int]:
+    """The letter that byte-level tokenizers write for each byte → the byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def _numbers(name: str, values: Any, size: int, where: str) -> Numbers:
+    """T numbers or None, from a list, lists a segment, or a tensor; raises where one is not finite."""
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    if values and all(isinstance(v, (list, tuple)) for v in values):
+        values = [x for part in values for x in part]
+    if len(values) != size:
+        raise ValueError(f"{where}: {name} has {len(values)} numbers for {size} tokens; give one each, or None")
+    for t, x in enumerate(values):
+        if x is None:
+            continue
+        if not isinstance(x, (int, float)) or not math.isfinite(x):
+            raise ValueError(
+                f"{where}: {name} is {x!r} at token {t}; give a finite number, or None where there is none"
+            )
+    return [None if x is None else float(x) for x in values]
+
+
+def _derive(table: dict[str, Numbers], mask: list[bool]) -> None:
+    """Add ρ = π/π_old and the k3 estimate of KL(π ‖ π_ref) where their log-probs are there."""
+    now, old = table.get("logprob"), table.get("old_logprob", table.get("sampled_logprob"))
+    wanted = [("ratio", old), ("kl", table.get("ref_logprob"))]
+    if now is None or all(other is None or name in table for name, other in wanted):
+        return
+    import torch
+
+    from agentr1_lite.losses import kl, policy_ratio
+
+    for name, other in wanted:
+        if other is None or name in table:
+            continue
+        there = [m and a is not None and b is not None for m, a, b in zip(mask, now, other, strict=True)]
+        a, b = (torch.tensor([[x or 0.0 for x in side]], dtype=torch.float64) for side in (now, other))
+        acted = torch.tensor([there])
+        found = policy_ratio(a, b, acted) if name == "ratio" else kl(a, b, "k3", acted)
+        table[name] = [x if m else None for x, m in zip(found[0].tolist(), there, strict=True)]
+
+
+# Reading what other programs wrote
+
+
+def as_trajectory(source: Any, index: int = 0) -> Trajectory:
+    """A trajectory, row ``index`` of a JSONL file of trajectories or conversations, or a list of messages."""
+    if isinstance(source, Trajectory):
+        return source
+    if isinstance(source, (str, Path)):
+        rows, problems = read_rows(source)
+        if not -len(rows) <= index < len(rows):
+            more = f"; the first of {len(problems)} problems: {problems[0]}" if problems else ""
+            raise ValueError(f"{source}: there is no row {index} among {len(rows)} rows{more}")
+        source = rows[index]
+    if isinstance(source, Mapping) and "segments" in source:
+        try:
+            return Trajectory.from_dict(source)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the row is not a trajectory ({error!r}); write it with save_jsonl") from error
+    return from_messages(source)
+
+
+def from_messages(messages: Any, tokenizer: Any = None, *, reward: float = 0.0) -> Trajectory:
+    """A conversation (TRL, verifiers, OpenAI) as a trajectory to look at; nothing in it was measured.
+
+    Args:
+        messages: a list of ``{"role", "content", "tool_calls"?, "reasoning_content"?}``, or a mapping that has it as
+            "messages" or as "prompt" and "completion"; a "reward" beside them is kept.
+        tokenizer: splits the texts; without it words stand for tokens.
+    """
+    if isinstance(messages, Mapping):
+        reward = messages.get("reward", reward)
+        if isinstance(prompt := messages.get("prompt", []), str):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(completion := messages.get("completion", []), str):
+            completion = [{"role": "assistant", "content": completion}]
+        messages = messages.get("messages") or [*prompt, *completion]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"from_messages got {type(messages).__name__}; give a list of messages with role and content")
+    words: dict[str, int] = {}
+    made = Trajectory("conversation", "conversation", [Segment()], reward=float(reward))
+    segment, pieces = made.segments[0], []
+
+    def add(text: str, acted: bool = False) -> tuple[int, int]:
+        if tokenizer is not None:
+            ids = encode_foreign(getattr(tokenizer, "tokenizer", tokenizer), text)
+            pieces.extend(piece(getattr(tokenizer, "tokenizer", tokenizer), i)[0] for i in ids)
+        else:
+            found = re.findall(r"\s*(?:</?\w+>|[^\s<]+|<)|\s+$", text)
+            ids = [words.setdefault(word, len(words)) for word in found]
+            pieces.extend(found)
+        return segment.extend(ids, [0.0] * len(ids) if acted else None)
+
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {number} is {type(message).__name__} without a role; give role and content")
+        text = _content(message.get("content"))
+        if message["role"] == "assistant":
+            made.turns.append(_assistant(message, text, add))
+        elif made.turns:
+            turn = made.turns[-1]
+            add(f"\n{message['role']}:\n")
+            start, end = add(text)
+            turn.observation_start = start if not turn.observation else turn.observation_start
+            turn.observation_end = end
+            turn.observation += text
+        else:
+            made.question = text if message["role"] == "user" else made.question
+            add(f"{message['role']}:\n{text}\n")
+    last = made.turns[-1] if made.turns else None
+    if last is not None and last.kind is not TurnKind.TOOL_CALL:
+        made.stop_reason = StopReason.ANSWER if last.kind is TurnKind.ANSWER else StopReason.NO_CALL
+    made.info["pieces"] = [pieces]
+    return made
+
+
+def _content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    return "".join(p.get("text") or f"[{p.get('type', 'part')}]" if isinstance(p, Mapping) else str(p) for p in parts)
+
+
+def _assistant(message: Mapping[str, Any], text: str, add: Callable[..., tuple[int, int]]) -> Turn:
+    texts = [f"<think>{thought}</think>" for thought in [message.get("reasoning_content")] if thought]
+    texts += [text] if text else []
+    calls = []
+    for call in message.get("tool_calls") or []:
+        made = call.get("function", call) if isinstance(call, Mapping) else {"name": str(call)}
+        arguments = made.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = {"raw": arguments}
+        calls.append({"name": str(made.get("name", "")), "arguments": arguments})
+        texts.append(f"<tool_call>\n{json.dumps(calls[-1], ensure_ascii=False)}\n</tool_call>")
+    text = "\n".join(texts)
+    called = bool(calls) or "<tool_call>" in text
+    kind = TurnKind.ANSWER if "<answer>" in text else TurnKind.TOOL_CALL if called else TurnKind.TEXT
+    start, end = add(text, acted=True)
+    return Turn(0, start, end, kind, text, calls, observation_start=end, observation_end=end)

@@ -1,0 +1,131 @@
+"""Controls: widgets made from the config's fields, a picture drawn anew in its place, and a static page."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from agentr1_lite.config import Config, TrainingConfig
+from agentr1_lite.views.controls import WIDGET, Panel, panel, sliders
+
+NAMES = ["training.gamma", "training.algorithm", "training.dual_clip", "training.whiten", "training.group_size"]
+
+
+def shown(config: Config) -> str:
+    t = config.training
+    return f"<p>{t.gamma:g} {t.algorithm} {t.dual_clip} {t.whiten} {t.group_size}</p>"
+
+
+@pytest.fixture
+def displayed(monkeypatch) -> list:
+    """What was displayed, and every later update of a display handle."""
+    events: list = []
+
+    class Handle:
+        def update(self, thing):
+            events.append(("update", thing))
+
+    def display(thing, raw=False, display_id=None):
+        events.append(("display", thing))
+        return Handle() if display_id else None
+
+    monkeypatch.setattr("IPython.display.display", display)
+    return events
+
+
+@pytest.fixture
+def shown_panel(displayed) -> tuple[Panel, Config, list]:
+    config = Config()
+    made = panel(config, shown, NAMES, title="Credit")
+    made._ipython_display_()
+    return made, config, displayed
+
+
+def test_widgets_are_made_from_the_fields(shown_panel):
+    widgets = shown_panel[0]._widgets
+    gamma, algorithm, dual = (widgets[name] for name in NAMES[:3])
+    assert (type(gamma).__name__, gamma.min, gamma.max, gamma.value) == ("FloatSlider", 0, 1, 1.0)
+    assert gamma.description == "gamma" and "GiGPO" in algorithm.options and algorithm.value == "GRPO"
+    assert dual.value == 3.0 and (dual.inner.min, dual.inner.max) == (1, 100)
+    assert type(widgets["training.whiten"]).__name__ == "Checkbox"
+    group = widgets["training.group_size"]
+    assert (type(group).__name__, group.min, group.max) == ("IntSlider", 1, 256)
+
+
+def test_a_moved_slider_draws_in_place_and_changes_the_config(shown_panel):
+    made, config, events = shown_panel
+    assert [kind for kind, _ in events] == ["display", "display"]
+    assert WIDGET in events[0][1] and "Drawn with gamma = 1.0" in events[0][1]["text/html"]
+    assert "1 GRPO 3.0 True 8" in events[1][1]
+    made._widgets["training.gamma"].value = 0.5
+    made._widgets["training.dual_clip"].tick.value = False
+    made.set("training.algorithm", "RLOO")
+    assert [kind for kind, _ in events[2:]] == ["update"] * 3
+    assert "0.5 RLOO None True 8" in events[-1][1] and made._widgets["training.algorithm"].value == "RLOO"
+    assert (config.training.gamma, config.training.dual_clip, config.training.algorithm) == (0.5, None, "RLOO")
+
+
+def test_a_section_alone_and_narrowed_bounds():
+    made = panel(TrainingConfig(), lambda t: f"{t.lr}", {"lr": (1e-5, 1e-3, 1e-5)}, variable="training")
+    made._box()
+    assert (made._widgets["lr"].min, made._widgets["lr"].max) == (1e-5, 1e-3)
+    assert "training.lr = 0.0005" in made.html
+
+
+def test_wide_numbers_get_a_box_and_say_what_is_allowed():
+    made = panel(TrainingConfig(), lambda t: "", ["micro_batch_tokens"])
+    made._box()
+    assert type(made._widgets["micro_batch_tokens"]).__name__ == "BoundedIntText"
+    assert "from 64 to 4194304" in made.knobs["micro_batch_tokens"].help
+
+
+def test_without_widgets_the_same_picture_says_which_line_to_edit(monkeypatch, displayed):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ipywidgets" else real(name))
+    made = panel(Config(), shown, NAMES)
+    made._ipython_display_()
+    data = displayed[0][1]
+    assert made.static and WIDGET not in data and "config.training.gamma = 1.0" in data["text/html"]
+    assert displayed[1][1] == panel(Config(), shown, NAMES).picture
+    assert "config.training.gamma = 1.0" in made.html and "1 GRPO 3.0 True 8" in made.html
+
+
+def test_a_picture_that_fails_is_a_sentence(shown_panel):
+    made, _, events = shown_panel
+    made.set("training.group_size", 0)  # the slider keeps it at 1
+    assert made.knobs["training.group_size"].value == 1
+    failing = sliders(lambda n: 1 / n, n=(0, 3, 1, 1))
+    assert "Not drawn" in failing.picture  # a number is no picture
+    failing.set("n", 0)
+    assert "Not drawn: division by zero" in failing.picture and "Traceback" not in failing.picture
+
+
+@pytest.mark.parametrize("name", ["training.gama", "gamma", "task.knobs", "training.gamma.x"])
+def test_an_unknown_setting_is_one_sentence(name):
+    with pytest.raises(ValueError, match=name):
+        panel(Config(), shown, [name])
+
+
+def test_free_values_become_controls():
+    made = sliders(lambda **v: f"<i>{v}</i>", gamma=(0, 1, 0.05, 0.95), size=(1, 8, 1, 4), mask=True, name=["a", "b"])
+    made._box()
+    kinds = {name: type(widget).__name__ for name, widget in made._widgets.items()}
+    assert kinds == {"gamma": "FloatSlider", "size": "IntSlider", "mask": "Checkbox", "name": "Dropdown"}
+    assert made.values == {"gamma": 0.95, "size": 4, "mask": True, "name": "a"}
+    made._widgets["size"].value = 6
+    assert made.values["size"] == 6 and "6" in made.picture
+    assert "gamma=(0, 1, 0.05, 0.95)" in made.html
+
+
+@pytest.mark.parametrize("given", [(0, 1), (0, 1, 0.1, 2), [], "x"])
+def test_a_wrong_knob_is_one_sentence(given):
+    with pytest.raises(ValueError, match="sliders: x="):
+        sliders(lambda x: "", x=given)
+    with pytest.raises(ValueError, match="no control 'y'; it has x"):
+        sliders(lambda x: "", x=True).set("y", 1)
+
+
+def test_help_and_labels_are_escaped():
+    made = sliders(lambda x: "", x=["<script>", "b"], title="<b>")
+    assert "&lt;script&gt;" in made.note() and "<script>" not in made.note() and "&lt;b&gt;" in made.note()
