@@ -9,7 +9,7 @@ from test_views_html import hostile
 from test_views_tokens import episode
 from tiny import tokenizer
 
-from agentr1_lite.views import compare_html, group_html, trajectory_html
+from agentr1_lite.views import compare_html, credit_html, group_html, trajectory_html
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
@@ -55,6 +55,24 @@ def test_keys_move_by_token_and_turn(page):
         assert focused(page) == token, key
     assert "token 2, id 3, action, turn 1" in page.inner_text(".info")
     assert "advantage\n1.5" in page.inner_text(".info")
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (credit_html(episode(), NUMBERS, rows=("advantage",)), "token 8, id 9, action, turn 2"),
+        (compare_html(episode(), episode(), quantities=(NUMBERS, NUMBERS)), "left, token 8, id 9, action, turn 2"),
+    ],
+    ids=["credit", "compare"],
+)
+def test_keys_move_by_turn_in_every_view_and_stay_on_their_side(page, body, found):
+    load(page, body)
+    page.locator('.flow .t[tabindex="0"]').click()
+    at = page.inner_text(".info p")
+    page.keyboard.press("ArrowDown")
+    assert found in page.inner_text(".info p")
+    page.keyboard.press("ArrowUp")
+    assert page.inner_text(".info p") == at
 
 
 def test_a_folded_turn_is_stepped_over(page):

@@ -58,11 +58,13 @@ for (const view of document.querySelectorAll(".ar1-view:not(.live)")) {
     while (tokens[i] && !open(i)) i += by;
     return i;
   };
-  const leap = (by) => {
-    const blocks = [...view.querySelectorAll(".flow .turn[open]")];
-    const at = blocks.indexOf(tokens[picked].closest(".turn"));
-    const block = blocks[at + by];
-    return block ? place.get(block.querySelector(".row:not(.words) .t")) : -1;
+  const block = (i) => tokens[i]?.closest(".turn"), side = (i) => tokens[i]?.closest("[data-side]");
+  const leap = (by) => { // to the first token of the next turn, on the same side where there are two
+    const here = side(picked)?.dataset.side;
+    let i = picked;
+    while (tokens[i] && (block(i) === block(picked) || side(i)?.dataset.side !== here || !open(i))) i += by;
+    while (tokens[i - 1] && block(i - 1) === block(i) && side(i - 1) === side(i)) i -= 1;
+    return i;
   };
   const keys = {
     ArrowRight: () => step(1), ArrowLeft: () => step(-1), ArrowDown: () => leap(1), ArrowUp: () => leap(-1),

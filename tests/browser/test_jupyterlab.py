@@ -159,7 +159,7 @@ def moves_a_slider(page) -> None:
 
 def uses_the_viewer(page) -> None:
     """Arrow keys move by token and turn, and another quantity paints other colours."""
-    view = page.locator(".ar1-view.live").first
+    view = page.locator(".ar1-view.live:visible").first
     assert view.count() == 1, "the viewer's script did not run"
     view.scroll_into_view_if_needed()
     view.locator('.flow .t[tabindex="0"]').click()
