@@ -17,12 +17,12 @@ import math
 import pandas as pd
 import torch
 
-from agentr1_lite import QwenPolicy, estimate, load_task, rollout
+from agentr1_lite import QwenPolicy, estimate, load_config, load_task, rollout
 from agentr1_lite.aggregation import AGGREGATIONS, aggregate
 from agentr1_lite.batch import collate
 from agentr1_lite.exercises import check
 from agentr1_lite.losses import PRESETS, entropy, kl, policy_loss, value_loss
-from agentr1_lite.views import compare_html, figure, line, series, show, show_trajectory, sliders
+from agentr1_lite.views import compare_html, figure, line, panel, series, show, show_trajectory
 
 policy = QwenPolicy("atlas-tiny")
 chat = policy.chat
@@ -151,6 +151,8 @@ assert moved > 0 and apart < 1e-3 * moved
 #   grow.
 # - **Dual clip** ([1912.09729](https://arxiv.org/abs/1912.09729)): for $A < 0$ and a huge ratio the loss has no bound;
 #   it is cut at $-cA$, with $c > 1$.
+#
+# The controls below are made from the trainer's own configuration: names, bounds and help are its fields'.
 
 
 # %%
@@ -163,7 +165,8 @@ def objective(rho, advantage, clip_low, clip_high, dual_clip=None):
     return torch.where(advantage < 0, torch.maximum(out, dual_clip * advantage), out)
 
 
-def draw_objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0):
+def draw_objective(config):
+    clip_low, clip_high, dual_clip = config.clip_low, config.clip_high, config.dual_clip
     fig, axes = figure(8, 3.2, cols=2)
     for ax, sign in zip(axes, (1.0, -1.0), strict=True):
         rho = torch.linspace(0, 4 if sign < 0 else 2, 400)
@@ -172,7 +175,7 @@ def draw_objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0):
             "no clip: ρA": rho * A,
             f"PPO: {clip_low:g} both sides": objective(rho, A, clip_low, clip_low),
             f"asymmetric: {clip_low:g} / {clip_high:g}": objective(rho, A, clip_low, clip_high),
-            f"dual clip: c = {dual_clip:g}": objective(rho, A, clip_low, clip_high, dual_clip),
+            f"dual clip: c = {dual_clip}": objective(rho, A, clip_low, clip_high, dual_clip),
         }
         for i, (name, values) in enumerate(list(curves.items())[: 4 if sign < 0 else 3]):
             ax.plot(rho, values, label=name, **line((5, 0, 1, 2)[i]))
@@ -182,9 +185,10 @@ def draw_objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0):
     return show(fig, alt="PPO's objective against the ratio, for a positive and a negative advantage")
 
 
-sliders(
-    draw_objective, clip_low=(0.05, 0.5, 0.05, 0.2), clip_high=(0.05, 0.8, 0.01, 0.28), dual_clip=(1.5, 6, 0.5, 3.0)
-)
+config = load_config("atlas-tiny").training
+config.clip_high = 0.28
+bounds = {"clip_low": (0.05, 0.5, 0.05), "clip_high": (0.05, 0.8, 0.01), "dual_clip": (1.5, 6, 0.5)}
+panel(config, draw_objective, bounds, title="Three settings of the trainer")
 
 # %% [markdown]
 # Where a curve is flat, the token gets **no gradient**. Read the four corners:
