@@ -56,7 +56,7 @@ demo: $(READY)  ## train the tiny agent through the three phases, evaluate it, w
 	$(PY) -m agentr1_lite train atlas-tiny evaluation.split=test $(ARGS) --fresh --report
 
 lab: $(READY)  ## open the lessons in JupyterLab
-	$(PY) -m jupyterlab notebooks
+	$(PY) -m jupyterlab --ServerApp.root_dir=. notebooks/00_start_here.ipynb $(ARGS)
 
 test: $(READY)  ## run the tests
 	$(PY) -m pytest $(ARGS)

@@ -106,7 +106,7 @@ def chat(args: argparse.Namespace) -> int:
     config.model.base_model = args.policy or config.model.base_model
     policy, task_set = pipeline.make_policy(config), pipeline.make_task(config, args.split)
     if not args.question:
-        print("Questions of this world, for example:", *(t.question for t in task_set.tasks[:3]), sep="\n  ")
+        print("Questions of this world, in these words and names; quit leaves:", *(t.question for t in task_set.tasks[:3]), sep="\n  ")
     for question in [args.question] if args.question else _lines("you> "):
         known = next((t for t in task_set.tasks if t.question == question), None)
         trajectory = collect_trajectory(task_set.env, policy, known or Task("chat", question), greedy=True)
@@ -148,7 +148,7 @@ def play(args: argparse.Namespace) -> int:
         return 0
     for message in env.reset(task, seed=config.training.seed):
         print(f"{message['role']}> {message['content']}")
-    print("Type a search, 'answer: …' to finish, or a whole turn with its tags.")
+    print("Type a search, 'answer: …' to finish, or a whole turn with its tags on one line; quit leaves.")
     for line in _lines("you> "):
         if line.lower().startswith("answer:"):
             line = f"<answer> {line[7:].strip()} </answer>"

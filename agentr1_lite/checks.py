@@ -102,7 +102,7 @@ def check(lesson: int) -> Callable[[Check], Check]:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{part} of {whole} ({part / max(whole, 1):.0%})"
+    return f"{part} of {whole} ({part / max(whole, 1):.1%})"
 
 
 # Tokens, masks, log-probs

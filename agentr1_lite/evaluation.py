@@ -150,7 +150,8 @@ class Report:
             cells = "".join(f"{_with_interval(part.mean(m), part.interval(m)):<20}" for m in SCORES)
             lines.append(f"{label:<16}{len(part.per_question('em')):>5}  {cells}".rstrip())
         effort = {name: self.mean(name) for name in EFFORT}
-        lines.append(" · ".join(f"{name.replace('_', ' ')} {x:.2f}" for name, x in effort.items() if x is not None))
+        words = {name: "evidence found" if name == "recall" else name.replace("_", " ") for name in effort}
+        lines.append(" · ".join(f"{words[name]} {x:.2f}" for name, x in effort.items() if x is not None))
         return "\n".join([*lines, "stopped by: " + ", ".join(f"{k} {v:.0%}" for k, v in self.stop_reasons().items())])
 
 

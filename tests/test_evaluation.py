@@ -127,7 +127,7 @@ def test_table_says_it_all(answers):
     answers(*(episode(task, "yes", search_turn("Dune")) for task in TASKS))
     table = evaluate(None, TaskSet("atlas", "dev", TASKS, FakeEnv())).table()
     assert table.splitlines()[0] == "base_tool_call · task atlas · split dev · temperature 0.0 · seed 0"
-    for words in ("1 hop ", "2 hops", "comparison", "0.333 [", "recall 0.75", "answer 100%"):
+    for words in ("1 hop ", "2 hops", "comparison", "0.333 [", "evidence found 0.75", "answer 100%"):
         assert words in table
     assert Report("none", []).table() == "none: no questions"
 
