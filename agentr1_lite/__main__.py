@@ -102,11 +102,17 @@ def chat(args: argparse.Namespace) -> int:
     from agentr1_lite.mdp import Task
     from agentr1_lite.rollout import collect_trajectory
 
+    if args.question is not None and not args.question.strip():
+        raise ValueError("--question is empty; ask something, or leave the option out to be asked for questions")
     config = _config(args)
     config.model.base_model = args.policy or config.model.base_model
     policy, task_set = pipeline.make_policy(config), pipeline.make_task(config, args.split)
     if not args.question:
-        print("Questions of this world, in these words and names; quit leaves:", *(t.question for t in task_set.tasks[:3]), sep="\n  ")
+        print(
+            "Questions of this world, in these words and names; quit leaves:",
+            *(t.question for t in task_set.tasks[:3]),
+            sep="\n  ",
+        )
     for question in [args.question] if args.question else _lines("you> "):
         known = next((t for t in task_set.tasks if t.question == question), None)
         trajectory = collect_trajectory(task_set.env, policy, known or Task("chat", question), greedy=True)
@@ -143,8 +149,9 @@ def play(args: argparse.Namespace) -> int:
         from agentr1_lite.views.player import StepPlayer, play_lines
 
         config.model.base_model = args.policy or config.model.base_model
+        player = StepPlayer(pipeline.make_policy(config), env, task, config.training.seed)
         print(f"question> {task.question}")
-        play_lines(StepPlayer(pipeline.make_policy(config), env, task, config.training.seed), _lines("you> "), print)
+        play_lines(player, _lines("you> "), print)
         return 0
     for message in env.reset(task, seed=config.training.seed):
         print(f"{message['role']}> {message['content']}")
@@ -206,9 +213,13 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 def report(args: argparse.Namespace) -> int:
     """Write a run's page, report.html, into its folder."""
     from agentr1_lite.report import demo_figure, write_report
+    from agentr1_lite.runlog import holds_run
 
-    if not Path(args.run).is_dir():
+    if not holds_run(Path(args.run)):
         raise ValueError(f"{args.run} is not a run folder; train one first")
+    picture = Path(args.figure) if args.figure else None
+    if picture and (picture.is_dir() or not picture.parent.is_dir() or picture.suffix != ".png"):
+        raise ValueError(f"--figure {args.figure}: give the name of a .png file in a folder that exists")
     print(write_report(args.run))
     if args.figure:
         print(demo_figure(args.run, args.figure))
@@ -265,7 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(str(stop) or "stopped", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
-        print(f"agentr1_lite {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        said = f"{error.filename}: {error.strerror}; give a path that can be written" if named else str(error)
+        print(f"agentr1_lite {args.command}: {' '.join(said.split())}", file=sys.stderr)
         return 2
 
 

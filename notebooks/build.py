@@ -28,7 +28,7 @@ from pathlib import Path
 import jupytext
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbformat import NotebookNode
 
 FOLDER = Path(__file__).resolve().parent
@@ -194,7 +194,10 @@ def check(source: Path) -> None:
     again = f"run make notebooks ARGS={source.stem[:2]}"
     if not target.exists():
         raise BuildError(f"{target.name} does not exist; {again}")
-    built = nbformat.read(target, 4)
+    try:
+        built = nbformat.read(target, 4)
+    except Exception as error:  # nbformat raises whatever the broken file leads it to
+        raise BuildError(f"{target.name} is no notebook ({type(error).__name__}); {again}") from error
     wanted = read(source, run_seconds(target))
     if len(built.cells) != len(wanted.cells):
         raise BuildError(f"{target.name} has {len(built.cells)} cells, {source.name} {len(wanted.cells)}; {again}")
@@ -203,6 +206,8 @@ def check(source: Path) -> None:
             raise BuildError(f"{target.name}, cell {number}: differs from {source.name}; {again}")
         if mine.cell_type == "code" and mine.source.strip() and mine.execution_count is None:
             raise BuildError(f"{target.name}, cell {number}: was not executed; {again}")
+        if any(output.output_type == "error" for output in mine.get("outputs", ())):
+            raise BuildError(f"{target.name}, cell {number}: ended in an error; {again}")
     tidy(built, target.name)
 
 
@@ -219,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seconds = None if args.check else build(source, args.fast)
                 check(source)
                 print(f"{source.stem}: {'equals its source' if seconds is None else f'{seconds:.1f} s'}", flush=True)
-            except BuildError as error:
-                print(error, file=sys.stderr)
+            except (BuildError, OSError, UnicodeError, DeadKernelError) as error:
+                print(f"{source.name}: {error}" if not isinstance(error, BuildError) else error, file=sys.stderr)
                 status = 1
     except BuildError as error:
         print(error, file=sys.stderr)

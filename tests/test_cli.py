@@ -156,6 +156,11 @@ WRONG = {
     "unknown data": (nothing, ["data", "words"], ["'words'", "worlds"]),
     "data into a file": (write("taken", ""), ["data", "worlds", "--output", "taken"], ["taken"]),
     "no run folder": (nothing, ["report", "gone"], ["gone is not a run folder"]),
+    "an empty folder": (lambda work: (work / "empty").mkdir(), ["report", "empty"], ["empty is not a run folder"]),
+    "a figure nowhere": (former_run, ["report", "run", "--figure", "gone/x.png"], ["gone/x.png", "that exists"]),
+    "a figure that is a folder": (former_run, ["report", "run", "--figure", "run"], ["--figure run", ".png"]),
+    "an empty question": (nothing, ["chat", *small(), "--question", " "], ["--question is empty"]),
+    "a path that cannot be": (nothing, [*TRAIN, *small(), "run.output=/proc/x/y"], ["/proc/x", "can be written"]),
 }
 
 

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -161,6 +162,15 @@ def test_check_names_the_lesson_and_the_cell(folder, capsys):
         cell.execution_count = 1
     nbformat.write(notebook, folder / "98_toy.ipynb")
     assert build.main(["--check"]) == 0
+    notebook.cells[2].outputs = [nbformat.v4.new_output("error", ename="KeyError", evalue="x", traceback=[])]
+    nbformat.write(notebook, folder / "98_toy.ipynb")
+    assert build.main(["--check"]) == 1
+    assert "98_toy.ipynb, cell 2: ended in an error" in capsys.readouterr().err
+    (folder / "98_toy.ipynb").write_text("[]")
+    assert build.main(["--check"]) == 1
+    assert "98_toy.ipynb is no notebook" in capsys.readouterr().err
+    notebook.cells[2].outputs = []
+    nbformat.write(notebook, folder / "98_toy.ipynb")
     (folder / "98_toy.py").write_text(LESSON.replace("6 * 7", "6 * 8"))
     assert build.main(["--check"]) == 1
     assert "98_toy.ipynb, cell 2: differs from 98_toy.py" in capsys.readouterr().err
@@ -210,12 +220,16 @@ def test_run_time_is_steady(given, former, shown):
 # The first cell of every lesson
 
 
+class Done(NamedTuple):
+    returncode: int
+
+
 def run_setup(folder: Path, monkeypatch, hidden: tuple[str, ...] = (), colab: bool = False) -> tuple[list, dict]:
     """Run the set-up cell in ``folder`` where the modules ``hidden`` do not exist; returns the commands it ran."""
     real, commands = importlib.util.find_spec, []
     monkeypatch.chdir(folder)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else real(name))
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command) or Done(0))
     monkeypatch.setattr(sys, "path", list(sys.path))
     if colab:
         monkeypatch.setitem(sys.modules, "google.colab", object())
