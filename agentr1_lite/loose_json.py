@@ -50,7 +50,7 @@ def decode(text: str, repair: bool, stop: int | None = None) -> tuple[Any, int, 
     try:
         return *_DECODER.raw_decode(text, start), False
     except json.JSONDecodeError as error:
-        where = f"{error.msg} at character {error.pos - start + 1}"
+        where = f"{error.msg.removesuffix(' at')} at character {error.pos - start + 1}"
     except (ValueError, RecursionError):
         where = "a number is too long or the nesting too deep"
     found = _as_json(text, start, len(text) if stop is None else stop) if repair else None

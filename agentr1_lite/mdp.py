@@ -11,9 +11,11 @@ of the agent's tokens and the environment's feedback, the generative transition
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -263,11 +265,48 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
-        segments = [
-            Segment(s["token_ids"], [bool(x) for x in s["action_mask"]], s["logprobs"]) for s in row["segments"]
-        ]
-        turns = [Turn(**{**t, "kind": TurnKind(t["kind"])}) for t in row["turns"]]
+        """The trajectory of a row of `to_dict`; raises ``ValueError`` naming the field that does not fit."""
+        row = _fitting(cls, row, "", ("segments", "turns", "stop_reason"))
+        segments, turns = [], []
+        for i, given in enumerate(row["segments"]):
+            s = _fitting(Segment, given, f"segments[{i}].", ("token_ids", "action_mask", "logprobs"))
+            segments.append(Segment(s["token_ids"], [bool(x) for x in s["action_mask"]], s["logprobs"]))
+        for i, given in enumerate(row["turns"]):
+            t = _fitting(Turn, given, f"turns[{i}].", ("kind",))
+            turns.append(Turn(**{**t, "kind": TurnKind(t["kind"])}))
         return cls(**{**row, "segments": segments, "turns": turns, "stop_reason": StopReason(row["stop_reason"])})
+
+
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "str": lambda x: isinstance(x, str),
+    "str | None": lambda x: x is None or isinstance(x, str),
+    "int": lambda x: isinstance(x, Integral),
+    "float": lambda x: isinstance(x, Real) and abs(x) < math.inf,
+    "dict[str, Any]": lambda x: isinstance(x, Mapping),
+    "dict[str, float]": lambda x: isinstance(x, Mapping) and all(map(_FITS["float"], x.values())),
+    "list[int]": lambda x: isinstance(x, list) and all(isinstance(i, Integral) for i in x),
+    "list[bool]": lambda x: isinstance(x, list) and all(i in (0, 1) for i in x),
+    "list[float]": lambda x: isinstance(x, list) and all(isinstance(i, Real) for i in x),
+    "list[dict[str, Any]]": lambda x: isinstance(x, list) and all(isinstance(i, Mapping) for i in x),
+    "StopReason": lambda x: x in list(StopReason),
+    "TurnKind": lambda x: x in list(TurnKind),
+}
+
+
+def _fitting(cls: type, row: Any, where: str, needed: Iterable[str]) -> Mapping[str, Any]:
+    """``row`` if its fields are those of ``cls`` in name and type; ``ValueError`` naming the first that is not."""
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{where.rstrip('.') or 'the row'} is {type(row).__name__}; expected an object")
+    known = {item.name: item for item in fields(cls)}
+    if unknown := [name for name in row if name not in known]:
+        raise ValueError(f"{where}{unknown[0]} is no field of a {cls.__name__}")
+    for name, item in known.items():
+        if name not in row:
+            if name in needed or item.default is item.default_factory:  # both are MISSING
+                raise ValueError(f"{where}{name} is missing")
+        elif not _FITS.get(item.type, lambda x: isinstance(x, (list, tuple)))(row[name]):
+            raise ValueError(f"{where}{name} is {row[name]!r:.60}; expected {item.type}")
+    return row
 
 
 def states(trajectory: Trajectory, task: Task | None = None) -> Iterator[tuple[State, Action | None, State]]:
@@ -311,7 +350,7 @@ def load_jsonl(path: str | Path) -> list[Trajectory]:
                 continue
             try:
                 out.append(Trajectory.from_dict(json.loads(line)))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{path}, line {number}: not a trajectory ({error}); write it with save_jsonl"
                 ) from error

@@ -28,7 +28,8 @@ from agentr1_lite.views import StepPlayer, figure, series, show, show_trajectory
 #
 # One call looks at cores, memory, GPU, versions and files. Below it stands a ladder of policies: the same code drives
 # all of them, from a model of a million parameters to one of three billion. **Lessons 00 to 10 need the first rung
-# only.** The times on the ladder are estimates, not measurements of your machine.
+# only**; the map at the end shows which of them exist now. The times on the ladder are estimates, not measurements of
+# your machine.
 
 # %%
 check_machine()
@@ -78,7 +79,7 @@ while not player.done:
 # | $s_t$ | `player.state` | all the agent knows: prompt, closed turns, open turn |
 # | $a_t$ | `player.choose(token)` | one token |
 # | $P_G$ | a `Step` with `environmental=False` | **generative** transition: the token is appended, nothing else |
-# | $P_E$ | a `Step` with `environmental=True` | **environmental** transition: the token completed a call, the world answers |
+# | $P_E$ | a `Step` with `environmental=True` | **environmental** transition: the token completed a call or the answer, the world replies |
 # | $r_t$ | `step.reward` | what the step earned |
 #
 # Most transitions are generative and earn nothing.
@@ -172,8 +173,9 @@ check("draw_token", draw_token)
 # ## Be the agent
 #
 # Now you choose. The buttons are the policy's five likeliest tokens; you may also type, or let the policy finish its
-# turn. **Undo** takes an action back. Try to make it give a wrong answer, then undo and let it do better. In a terminal
-# the same game is `python -m agentr1_lite play --by token`.
+# turn. **Undo** takes the last of these back: a token, a typed text or a finished turn. Try to make it give a wrong
+# answer, then undo and let it do better. In a terminal the same game, with another question, is
+# `python -m agentr1_lite play --by token --policy atlas-agent`.
 
 # %%
 other = next(t for t in task_set.tasks if t.hops == 1)
@@ -276,8 +278,8 @@ course_map()
 # %% [markdown]
 # ## Summary
 #
-# - An agent's text is a chain of tokens. Most are only appended ($P_G$); a token that completes a call lets the world
-#   answer ($P_E$).
+# - An agent's text is a chain of tokens. Most are only appended ($P_G$); a token that completes a call or the answer
+#   brings the world in ($P_E$).
 # - A policy is a distribution over the next token; temperature decides how bold the draw is.
 # - A trajectory keeps what was said, who said it, and what it earned. The viewer shows it.
 # - Exact match counts right answers, the unanswered questions included.

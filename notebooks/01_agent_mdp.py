@@ -529,7 +529,7 @@ show(fig, alt="Expected return over the steps of exact gradient ascent, for both
 # The thin line is the optimum. No agent was sampled and no noise was in it, and still the climb from nothing stops at
 # guessing on the hard question: at first a call is worth nothing, because the policy does not yet listen to the
 # reply; so it stops calling, and then never learns to listen. A little imitation is enough to get over that. This is
-# why the kit trains in three phases, and why imitation comes first (lesson 06).
+# why the kit trains in three phases, and why imitation comes first (lesson 06, to come).
 #
 # It is also what reinforcement learning would be if we could see everything. From here on we cannot. Lesson 04 measures how well each estimator guesses this very gradient from a handful of episodes.
 #

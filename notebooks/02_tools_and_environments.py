@@ -337,7 +337,7 @@ TURNS = {
 rows = []
 for name, text in TURNS.items():
     ((kind, said, *_, flags),) = play(Arithmetic(), problem, [text])
-    rows.append((name, kind, said[:95], flags))
+    rows.append((name, kind, said if len(said) <= 95 else f"{said[:94]}…", flags))
 table(["the policy wrote", "turn is a", "and reads", "flags"], rows)
 
 # %% [markdown]

@@ -46,8 +46,9 @@ from agentr1_lite.views import COLORS, compare_html, credit, credit_html, figure
 #
 # We use Two Boxes from lesson 01 again, an agent so small that its exact gradient is known. (In short: find the ball.
 # `call peek` costs 0.02 and may be wrong, `call open` costs 0.1 and may fail, `answer left` or `answer right` ends the
-# episode and earns 1 if right.) The policy has imitated a little: it tends to call first and then to believe the reply.
-# Four rollouts of each question make our batch.
+# episode and earns 1 if the ball is there. So `left` and `right` are boxes here; `right` never means *correct*.) The
+# policy has imitated a little: it tends to call first and then to believe the reply. Four rollouts of each question
+# make our batch.
 
 # %%
 world = Boxes()
@@ -60,6 +61,10 @@ episodes = [
     world.trajectory(k, logits, f"group {g}") for k, g in zip(batch.index[0].tolist(), batch.group_ids, strict=True)
 ]
 easy, hard = episodes[:4], episodes[4:]
+for n, t in enumerate(hard, 1):  # every rollout hides its ball anew; the outcome of the answer tells where
+    other = {"left": "right", "right": "left"}.get(t.answer)
+    found = f"said the {t.answer} box, the ball was in the {t.answer if t.reward else other} box"
+    print(f"#{n}:", found if t.answer else "never answered")
 show(group_html(hard, name="GRPO", title="Four rollouts of the hard question"))
 
 # %% [markdown]
@@ -89,7 +94,7 @@ def backwards(rewards, mask, gamma, at_reply):
     return [round(x, 3) for x in out[::-1]]
 
 
-episode = hard[2]  # it met an error, tried again, and was right
+episode = hard[2]  # it met an error, tried again, and found the ball in the right box
 rewards, mask = episode.token_rewards()[0], episode.segments[0].action_mask
 gamma = 0.8
 table = pd.DataFrame(
@@ -387,7 +392,7 @@ pd.DataFrame(table).T.infer_objects().round(3)
 # same, so the best has no lead.
 #
 # Two estimators can disagree about one token. Here are GRPO and PPO on the rollout that called three times and never
-# answered; tokens on which they differ are outlined.
+# answered; tokens on which they differ have a line above.
 
 # %%
 silent = 4
@@ -482,8 +487,8 @@ draw_quality(found)
 # - `dr_grpo` has a gain near $(G-1)/G = 3/4$, as the picture above promised, and no angle.
 # - Everything *whitened* has a large gain, since it is divided by the batch's std, the same number for all tokens. That
 #   is a learning rate, and the angle stays small.
-# - `grpo` divides by the std of each **group**, and that turns the direction. Where all four rollouts were right, they
-#   differ only in what their calls cost; the division makes that difference as large as right against wrong.
+# - `grpo` divides by the std of each **group**, and that turns the direction. Where all four rollouts found the ball, they
+#   differ only in what their calls cost; the division makes that difference as large as hit against miss.
 # - `gigpo` builds on GRPO, and compares turns by their last observation alone. In Two Boxes the earlier turns matter
 #   too, so that comparison is biased as well.
 # - `grpo_passk` serves another aim: the best of a group, not the mean. It *should* point elsewhere.
@@ -552,7 +557,8 @@ sliders(
 # 1. **Costs and credits that we mean**: the price of a call, a bonus for evidence found. They belong to the task. In a
 #    `ToolEnv` they are named parts with weights: `rewards={"em": 1.0, "evidence": 0.2, "step_penalty": -0.01}`.
 # 2. **The outcome spread over the turns**: $r_t = r_{\text{final}}\,\gamma^{T-t} + r_{\text{intermediate}}$, the
-#    overview's *shaped* reward (`"shaping"` in the same mapping).
+#    overview's *shaped* reward (`"shaping"` in the same mapping). In this formula $t$ counts **turns** and $T$ is the
+#    number of turns, not of tokens as in the table at the top.
 # 3. **A learned judge's scores**, whose scale nobody knows. PRIME divides them by the largest
 #    $|\sum_{j \ge t} r_j|$ of the batch.
 
@@ -699,7 +705,7 @@ check("potential_shaping", potential_shaping)
 # - A group gives a baseline without a critic. Flat groups teach nothing and must give exactly 0; a group of one is flat.
 # - A critic tells tokens apart. $\lambda$ decides how far to believe it: with a wrong critic, small $\lambda$ is biased.
 # - Against an exact gradient, bias splits into a constant (a learning rate) and an angle. RLOO, ReMax and plain returns
-#   have neither; a std in the divisor has both.
+#   have neither; the **group's** std in the divisor has both. The batch's std (whitening) is close to a constant alone.
 # - Process rewards are part of the task or they are shaping. A potential keeps the best policy; other bonuses can
 #   replace it.
 #

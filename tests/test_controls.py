@@ -93,8 +93,8 @@ def test_without_widgets_the_same_picture_says_which_line_to_edit(monkeypatch, d
 
 def test_a_picture_that_fails_is_a_sentence(shown_panel):
     made, _, events = shown_panel
-    made.set("training.group_size", 0)  # the slider keeps it at 1
-    assert made.knobs["training.group_size"].value == 1
+    made.set("training.group_size", 0)
+    assert made.knobs["training.group_size"].value == 8
     failing = sliders(lambda n: 1 / n, n=(0, 3, 1, 1))
     assert "Not drawn" in failing.picture  # a number is no picture
     failing.set("n", 0)
@@ -118,7 +118,10 @@ def test_free_values_become_controls():
     assert "gamma=(0, 1, 0.05, 0.95)" in made.html
 
 
-@pytest.mark.parametrize("given", [(0, 1), (0, 1, 0.1, 2), [], "x"])
+@pytest.mark.parametrize(
+    "given",
+    [(0, 1), (0, 1, 0.1, 2), [], "x", [(1, 2), (3, 4)], (None, 1, 1, 1), (0, float("nan"), 1, 0), (0, 1, 0, 1), [None]],
+)
 def test_a_wrong_knob_is_one_sentence(given):
     with pytest.raises(ValueError, match="sliders: x="):
         sliders(lambda x: "", x=given)
@@ -129,3 +132,56 @@ def test_a_wrong_knob_is_one_sentence(given):
 def test_help_and_labels_are_escaped():
     made = sliders(lambda x: "", x=["<script>", "b"], title="<b>")
     assert "&lt;script&gt;" in made.note() and "<script>" not in made.note() and "&lt;b&gt;" in made.note()
+
+
+@pytest.fixture(params=[True, False], ids=["widgets", "static"])
+def two(request) -> tuple[Panel, Config]:
+    config = Config()
+    made = panel(config, lambda c: f"<p>{c.training.gamma:g} {c.training.lr:g}</p>", ["training.gamma", "training.lr"])
+    if request.param:
+        made._box()
+    return made, config
+
+
+@pytest.mark.parametrize("value", [7, float("nan"), float("inf"), "x", None, [1], 10**400])
+def test_a_refused_value_leaves_the_knob_and_says_why(two, value):
+    made, config = two
+    made.set("training.gamma", value)
+    assert "Not drawn: training.gamma is" in made.picture and "a number from 0 to 1" in made.picture
+    assert made.values["training.gamma"] == config.training.gamma == 1.0 and "gamma = 1.0" in made.note()
+    assert all(w.value == 1.0 for name, w in made._widgets.items() if name == "training.gamma")
+    made.set("training.lr", 3e-4)
+    assert config.training.lr == 3e-4 and "1 0.0003" in made.picture
+    made.set("training.gamma", "0.5")
+    assert config.training.gamma == made.values["training.gamma"] == 0.5
+
+
+@pytest.mark.parametrize("boxed", [True, False])
+def test_free_values_are_refused_with_and_without_widgets(boxed):
+    made = sliders(lambda **v: f"<i>{v}</i>", x=(0, 1, 0.1, 0.5), n=(0, 4, 1, 2), name=["a", "b"], on=True)
+    if boxed:
+        made._box()
+    before = made.values
+    for name, value in (("x", 2), ("x", float("nan")), ("x", "0.5"), ("n", 1.5), ("name", "c"), ("on", 3)):
+        made.set(name, value)
+        assert made.values == before and f"Not drawn: {name} is" in made.picture
+    made.set("name", "b")
+    assert "&#x27;b" in made.picture or "'b'" in made.picture
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0, 0.5, 0.1), (0, 5, 0.1), (-1, 1, 0.1), (1, 0, 0.1), (0, 1), "ab", (0, 1, 0), (None, 1, 1)]
+)
+def test_bounds_hold_the_value_and_lie_inside_the_fields(bounds):
+    with pytest.raises(ValueError, match=r"training\.gamma"):
+        panel(Config(), shown, {"training.gamma": bounds})
+
+
+def test_narrowed_bounds_refuse_what_the_field_would_take():
+    made = panel(Config(), shown, {"training.gamma": (0.5, 1, 0.1)})
+    made.set("training.gamma", 0.1)
+    assert made.values["training.gamma"] == 1.0 and "from 0.5 to 1" in made.picture
+
+
+def test_one_name_may_stand_alone():
+    assert list(panel(Config(), shown, "training.gamma").knobs) == ["training.gamma"]

@@ -35,7 +35,7 @@ def test_the_tokenizer_has_qwens_control_tokens(policy):
         assert len(policy.tokenizer.encode(text, add_special_tokens=False)) == 1, text
 
 
-# 0.280 and 0.950 over 200 dev questions where they were made; the bounds are 95 % of 100 questions around these
-@pytest.mark.parametrize(("name", "low", "high"), [("atlas-tiny", 0.19, 0.37), ("atlas-agent", 0.9, 1.0)])
+# 0.280 and 0.935 over 200 dev questions where they were made; the bounds are 95 % of 100 questions around these
+@pytest.mark.parametrize(("name", "low", "high"), [("atlas-tiny", 0.19, 0.37), ("atlas-agent", 0.88, 1.0)])
 def test_the_shipped_policies_score_what_they_scored(name, low, high):
     assert low <= evaluate(QwenPolicy(name), load_task("atlas", "dev", count=100)).mean() <= high

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentr1_lite.exercises import EXERCISES, Exercise, Mistake, check, exercises, find
+from agentr1_lite.exercises import EXERCISES, Exercise, Mistake, Verdict, check, exercises, find
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -80,8 +80,61 @@ def test_each_kind_of_answer_gets_its_own_sentence(function, kind, words):
     assert words in str(verdict) and "\n" not in str(verdict)
 
 
+def numbers(n=60):
+    return [float(i) for i in range(n)]
+
+
+def at_last(value, n=60):
+    return [*numbers(n)[:-1], value]
+
+
+LONG = "the river rises in the old city and " * 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "words"),
+    [
+        (
+            torch.zeros(2, 40),
+            torch.zeros(2, 40).index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(0.5)),
+            ", at [1, 3] yours is 0.5, expected 0.",
+        ),
+        (torch.ones(60, dtype=torch.bool), torch.arange(60) != 7, ", at [7] yours is False, expected True."),
+        ((torch.ones(3), torch.zeros(60)), (torch.ones(3), torch.ones(60)), ", at [1][0] yours is 1, expected 0."),
+        (torch.tensor(0.5), torch.tensor(0.50004), ", yours is 0.50004, expected 0.5."),
+        (0.5, 0.50004, ", yours is 0.50004, expected 0.5."),
+        (numbers(), at_last(0.25), ", at [59] yours is 0.25, expected 59."),
+        ({"x": 1, "y": numbers()}, {"x": 1, "y": at_last(0.25)}, ", at ['y'][59] yours is 0.25, expected 59."),
+        (
+            LONG,
+            LONG[:40] + "forest" + LONG[40:],
+            ", the texts part at character 41: yours '…",
+        ),
+        (LONG, LONG[:60], ", the texts part at character 61: yours '…"),
+        (["a"] * 30 + [LONG], ["a"] * 30 + [LONG + "!"], ", at [30] the texts part at character 145: yours '…"),
+        ("short", "shirt", ", yours is 'shirt', expected 'short'."),
+    ],
+)
+def test_a_difference_is_shown_where_it_is(monkeypatch, wanted, found, words):
+    monkeypatch.setitem(EXERCISES, "value", Exercise(1, "value", lambda n: wanted, lambda rng: (3,)))
+    assert f"for n = 3{words}" in f"{check('value', lambda n: found)}"
+
+
+def test_a_difference_is_one_that_the_exercise_counts(monkeypatch):
+    def alike(found, wanted):
+        return [x.lower() for x in found] == [x.lower() for x in wanted]
+
+    texts = ["a", "b", "c"]
+    options = {"equal": alike}
+    monkeypatch.setitem(EXERCISES, "texts", Exercise(1, "texts", lambda x: x, lambda rng: (texts * 20,), **options))
+    said = str(check("texts", lambda x: [*map(str.upper, x[:-1]), "d"]))
+    assert said.endswith("for x[59] = 'c', at [59] yours is 'd', expected 'c'.")
+
+
 def test_a_mistake_names_the_paragraph_to_reread():
     assert str(check("toy", whole_batch)).endswith("Read again: Group effects.")
+    asks = Verdict("toy", "mistake", "No.", "How often?")
+    assert str(asks).endswith("Read again: How often?") and "<em>How often?</em></div>" in asks._repr_html_()
     assert "<em>Group effects</em>" in check("toy", whole_batch)._repr_html_()
 
 
@@ -135,6 +188,74 @@ def test_inputs_repeat_and_the_global_generators_are_left_alone():
     assert torch.equal(before[2], torch.get_rng_state())
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+    __repr__ = __str__
+
+
+def unspeakable(x):
+    raise Unspeakable
+
+
+def within_itself(x):
+    loop = []
+    loop.append(loop)
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("wanted", "function", "words"),
+    [
+        (1.0, lambda x: exit(), "it raises SystemExit: no message"),
+        (1.0, unspeakable, "it raises Unspeakable: no message"),
+        (1.0, within_itself, "a list that cannot be shown, expected a number"),
+        (1.0, lambda x: Unspeakable(), "a Unspeakable that cannot be shown, expected a number"),
+        (1.0, lambda x: torch.zeros((), device="meta"), "a Tensor that cannot be shown, expected a number"),
+        (torch.eye(2), lambda x: torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo on device cpu"),
+        (torch.eye(2), lambda x: torch.eye(2, device="meta"), "on device meta, expected torch.strided on cpu"),
+    ],
+)
+def test_hostile_answers_get_a_sentence(monkeypatch, wanted, function, words):
+    monkeypatch.setitem(EXERCISES, "hostile", Exercise(1, "hostile", lambda x: wanted, lambda rng: (3,)))
+    assert words in str(check("hostile", function))
+
+
+def test_interrupting_the_kernel_stops_a_check():
+    def interrupted(rewards, groups):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check("toy", interrupted)
+
+
+def test_torch_settings_of_an_answer_end_with_it():
+    def sets(rewards, groups):
+        result = centred(rewards, groups)
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        return result
+
+    try:
+        assert check("toy", sets) and check("toy", centred)
+        assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize("name", ["masked_loss", "agent_loss"])
+def test_a_loss_needs_its_gradient(name):
+    loss = find(name).solution
+    for lost in (lambda *x: loss(*x).detach(), lambda *x: torch.tensor(loss(*x).item())):
+        assert "the loss has lost its gradient" in check(name, lost).text
+    half = check(name, lambda *x: (loss(*x) + loss(*x).detach()) / 2)
+    assert not half and "its gradient is another one" in half.text
+    with torch.no_grad():
+        assert check(name, lambda z, *x: loss(z.mul_(1), *x))
+
+
 def test_an_unknown_name_is_one_sentence():
     with pytest.raises(ValueError, match="exercise 'tox' is unknown; did you mean toy"):
         find("tox")
@@ -157,8 +278,9 @@ def headings(lesson: int) -> str:
 def test_solution_passes_and_every_mistake_is_told_apart(task):
     assert check(task.name, task.solution) and check(task.name, task.solution, seed=7)
     assert len(task.mistakes) >= 3
-    said = [check(task.name, wrong.function, seed) for wrong in task.mistakes for seed in (0, 7)]
-    assert [(v.kind, v.text) for v in said] == [("mistake", w.says) for w in task.mistakes for _ in (0, 7)]
+    seeds = (0, 1, 7)
+    said = [check(task.name, wrong.function, seed) for wrong in task.mistakes for seed in seeds]
+    assert [(v.kind, v.text) for v in said] == [("mistake", w.says) for w in task.mistakes for _ in seeds]
     assert len({wrong.says for wrong in task.mistakes}) == len(task.mistakes)
 
 

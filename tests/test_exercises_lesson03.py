@@ -35,6 +35,17 @@ def tool_hidden(ids, lengths, spans, pad_id):
     return attention, action
 
 
+def until_first_pad(ids, lengths, spans, pad_id):
+    attention, action = masks(ids, lengths, spans, pad_id)
+    attention[:, 1:] = (ids[:, :-1] != pad_id).cumprod(1)
+    return attention, action
+
+
+def until_last_token(ids, lengths, spans, pad_id):
+    lengths = [max(t for t, token in enumerate(row) if token != pad_id) + 2 for row in ids.tolist()]
+    return masks(ids, lengths, spans, pad_id)
+
+
 def loss(logits, ids, action_mask, shift=1, sign=-1.0, rows=False):
     total, count, means = 0.0, 0, []
     for row in range(len(ids)):
@@ -68,6 +79,7 @@ def test_right_in_another_way(name, answer):
         ("two_masks", lambda *x: (masks(*x)[1], masks(*x)[1]), "The action mask went into attention"),
         ("two_masks", tool_hidden, "Tool output is hidden from attention"),
         ("two_masks", lambda i, n, s, p: (i.ne(p), masks(i, n, s, p)[1]), "Padding is told by its id, so"),
+        ("two_masks", until_first_pad, "Padding begins at the first pad_id for you"),
         ("masked_loss", over_all, "The mean is over all tokens"),
         ("masked_loss", lambda z, i, m: loss(z, i, m, shift=0), "Nothing is shifted"),
         ("masked_loss", lambda z, i, m: loss(z, i, m, sign=1.0), "The sign is turned round"),
@@ -84,3 +96,8 @@ def test_wrong_in_a_typical_way(name, answer, words):
 def test_the_open_gap_and_a_wrong_type_get_their_own_sentence(name):
     assert check(name, lambda *x: ...).kind == "gap"
     assert check(name, lambda *x: "mask").kind == "form"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_padding_cannot_be_guessed_from_ids(seed):
+    assert not check("two_masks", until_first_pad, seed) and not check("two_masks", until_last_token, seed)

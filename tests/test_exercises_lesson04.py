@@ -124,3 +124,14 @@ def test_wrong_in_a_typical_way(name, answer, words):
 def test_the_open_gap_and_a_wrong_type_get_their_own_sentence(name):
     assert check(name, lambda *x: ...).kind == "gap"
     assert check(name, lambda *x: "advantage").kind == "form"
+
+
+def test_a_tight_group_is_not_an_equal_one():
+    def flat(returns, group_ids):
+        out = by_hand(returns, group_ids)
+        for g in group_ids.unique():
+            own = group_ids == g
+            out[own] = out[own] if own.sum() > 1 and returns[own].std() >= 0.1 else 0.0
+        return out
+
+    assert check("group_advantage", flat).kind == "value"

@@ -43,6 +43,15 @@ def over_all(logits, ids, old, advantages, mask, temperature):
     return agent(logits, ids, old, advantages, mask, temperature) * mask.sum() / mask.numel()
 
 
+def early(values):
+    """What ``[:, :-1]`` puts beside the token at t + 1."""
+    return torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], 1)
+
+
+def cut_off(logits, ids, old, advantages, mask, temperature):
+    return agent(logits, ids, early(old), early(advantages), early(mask), temperature)
+
+
 def no_ratio(logits, ids, old, advantages, mask, temperature):
     return agent(logits, ids, old, advantages, mask, temperature, kind="reinforce")
 
@@ -66,6 +75,8 @@ def test_right_in_another_way(name, answer):
         ("agent_loss", over_all, "The mean is over all tokens"),
         ("agent_loss", lambda *x: agent(*x[:4], torch.ones_like(x[4]), x[5]), "There is no mask"),
         ("agent_loss", lambda *x: agent(*x[:5], 1.0), "The temperature is missing"),
+        ("agent_loss", lambda *x: cut_off(*x), "cut at the wrong end"),
+        ("agent_loss", lambda z, i, old, a, m, t: agent(z, i, old, a, early(m), t), "The mask is off by one"),
         ("agent_loss", lambda *x: -agent(*x), "The sign is turned round"),
         ("agent_loss", lambda *x: agent(*x, clip_low=1.0, clip_high=99.0), "The ratio is not clipped"),
         ("agent_loss", lambda *x: agent(*x, aggregation="seq-mean-token-mean"), "Each row is averaged first"),

@@ -12,7 +12,7 @@ from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import StopReason, Task, states
 from agentr1_lite.rollout import rollout
 from agentr1_lite.tools import tool
-from agentr1_lite.views.player import StepPlayer, play_lines
+from agentr1_lite.views.player import HELP, StepPlayer, play_lines
 
 TASK = Task("t", "Who founded Arda?", ("Oslo",))
 
@@ -54,6 +54,19 @@ def test_choices_are_the_likeliest_tokens_and_name_them():
     assert found[0].text == tiny.tokenizer().decode([found[0].token])
 
 
+def test_choices_and_tokens_stay_inside_the_vocabulary(monkeypatch):
+    hand = player()
+    real = len(tiny.tokenizer())
+    assert len(hand.choices(10**6)) <= real and hand.choices(-1) == hand.choices(0) == []
+    monkeypatch.setattr(type(hand.policy.tokenizer), "__len__", lambda self: real - 40)
+    assert len(hand.choices(10**6)) == real - 40 and max(c.token for c in hand.choices(10**6)) < real - 40
+    assert len(hand.choices(5)) == 5
+    for token in (3.7, "3", None, real, -1):
+        with pytest.raises(ValueError, match="is not in the vocabulary"):
+            hand.choose(token)
+    assert hand.steps == []
+
+
 def test_typed_turns_show_transition_observation_and_reward():
     hand = player(max_turn_tokens=60)
     taken = hand.type_text("<search>Arda</search>")
@@ -92,6 +105,25 @@ def test_undo_goes_back_across_turns_and_past_the_end():
     assert [s.token for s in hand.steps] == [s.token for s in before] and hand.trajectory.reward == 1.0
     hand.undo(10_000)
     assert hand.steps == [] and hand.state.token_ids == hand.state.prompt
+
+
+def test_undo_takes_back_what_was_done_last():
+    hand = player(max_turn_tokens=60)
+    sizes, moves = [0], [hand.sample, lambda: hand.type_text("the river"), lambda: hand.choose(5), hand.finish_turn]
+    for move in moves:
+        move()
+        sizes.append(len(hand.steps))
+    assert sizes[2] - sizes[1] > 1 and sizes[4] - sizes[3] > 1
+    with pytest.raises(ValueError, match="token 99999"):
+        player().choose(99999)
+    for size in reversed(sizes[:-1]):
+        hand.undo()
+        assert len(hand.steps) == size
+    hand.undo()
+    hand.type_text("the river")
+    hand.undo(1)
+    hand.undo()
+    assert hand.steps == []
 
 
 def test_wrong_moves_are_one_sentence():
@@ -158,3 +190,14 @@ def test_command_offers_tokens(tmp_path, monkeypatch, capsys):
     assert main(["play", "task.knobs.count=6", "--by", "token", "--policy", str(tmp_path / "model")]) == 0
     out = capsys.readouterr().out
     assert out.startswith("question> ") and "so far> the\n" in out and "  1) " in out
+
+
+def test_lines_that_pick_nothing_are_not_typed():
+    said, player = [], StepPlayer(tiny.policy(), ToolEnv([], max_turn_tokens=60), Task("t", "Who?", ("Oslo",)))
+    play_lines(player, iter(["0", "9", "-1", "?", "undo 3"]), said.append)
+    assert player.steps == [] and said.count(HELP) == 2 and "quit" in HELP
+    assert [line for line in said if "no choice" in line] == [
+        f"{n} is no choice; the numbers go from 1 to 5" for n in (0, 9, -1)
+    ]
+    play_lines(player, iter(["1", "2", "the", "1", "undo 3", "undoing"]), said.append)
+    assert player.steps[0].text + "undoing" == "".join(step.text for step in player.steps)

@@ -192,6 +192,11 @@ def test_wrong_shapes_are_errors_with_one_line(body, reason):
     assert len(error.message) < 300
 
 
+def test_a_message_names_the_place_once():
+    cut = only_error('<tool_call>{"name": "search", "argum</tool_call>')
+    assert "not valid JSON: Unterminated string starting at character 20." in cut.message
+
+
 def test_nothing_becomes_empty_arguments():
     assert only_call(hermes('{"name": "now", "arguments": {}}')).arguments == {}
     assert all(isinstance(c, ToolCallError) for body, _ in WRONG for c in parse_tool_calls(hermes(body)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +16,9 @@ from tiny import tokenizer
 
 from agentr1_lite.advantages import compute_returns
 from agentr1_lite.foreign import encode_foreign
-from agentr1_lite.losses import policy_loss
+from agentr1_lite.losses import PRESETS, policy_loss
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind
+from agentr1_lite.settings import fold
 from agentr1_lite.views import (
     compare_html,
     credit,
@@ -136,6 +139,18 @@ def test_scales():
     assert Scale.of("advantage", []).look(0.0) == ("", 0.0)
 
 
+def test_nearly_sure_tokens_stay_pale():
+    for name in ("sampled_logprob", "old_logprob", "logprob", "ref_logprob"):
+        sure = Scale.of(name, [-0.002, 0.0])
+        assert sure.span == 1.0 and sure.look(-0.002) == ("", 0.0) and sure.look(-0.5) == ("z", 0.5)
+        assert "−1 nats" in sure.legend()  # the bar's end is what the full colour stands for
+        assert Scale.of(name, [-4.0, 0.0]).span == 4.0
+    assert Scale.of("entropy", [0.0, 0.25]).look(0.25) == ("z", 0.25)
+    kl = Scale.of("kl", [0.0, 0.01])
+    assert kl.span == 0.1 and kl.look(0.01)[0] == "z" and Scale.of("kl", [0.0, 0.5]).span == 0.5
+    assert Scale.of("reward", [0.0, 0.1]).span == 0.1  # no floor: rewards have no unit of their own
+
+
 def test_an_unknown_quantity_is_named_with_the_known_ones():
     with pytest.raises(ValueError, match="no quantity 'advantag'.*source, action_mask, reward"):
         trajectory_html(episode(), "advantag")
@@ -164,9 +179,9 @@ def test_two_thousand_tokens_render_under_a_second():
         turns.append(Turn(0, start, end, TurnKind.TOOL_CALL, observation_start=a, observation_end=b))
     t = Trajectory("t", "g", [segment], turns)
     numbers = {name: [0.5] * 2000 for name in ("advantage", "return", "value", "entropy", "loss", "ratio", "kl")}
-    begin = time.perf_counter()
+    begin = time.process_time()
     html = trajectory_html(t, tokenizer=tokenizer(), quantities=numbers)
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
     assert Page(html).tokens >= 2000
 
 
@@ -200,6 +215,68 @@ def test_credit_of_other_weights_and_a_critic():
         credit(one, group=[episode()])
     with pytest.raises(ValueError, match=r"values has \[2\] numbers for trajectories of \[9\]"):
         credit(one, "gae", values=[1.0, 2.0])
+
+
+@pytest.mark.parametrize("name", ["ppo", "GRPO", "GSPO", "dapo", "CISPO", "Dr. GRPO"])
+def test_the_loss_of_a_name_is_that_of_its_preset(name):
+    group = [episode(), episode()]
+    group[1].reward = 0.0
+    group[1].segments[0].extend([4, 4], [-1.0, -1.0])
+    mask = torch.zeros(2, 11, dtype=torch.bool)
+    old, now = torch.zeros(2, 11), torch.full((2, 11), math.nan)
+    for row, t in enumerate(group):
+        size = t.num_tokens
+        mask[row, :size] = torch.tensor(t.segments[0].action_mask)
+        old[row, :size] = torch.tensor(t.segments[0].logprobs)
+        now[row, :size] = old[row, :size] + torch.linspace(-0.5, 0.6, size)
+    now[~mask] = math.nan
+    given = [now[row, : t.num_tokens] for row, t in enumerate(group)]
+    values = [[0.1] * t.num_tokens for t in group]
+    found = [credit(t, name, group, logprobs=given, values=values) for t in group]
+    assert all(
+        x == 0
+        for c, row in zip(found, mask.tolist(), strict=True)
+        for x, m in zip(c["loss"], row, strict=False)
+        if not m
+    )
+    advantages = torch.zeros(2, 11)
+    for row, c in enumerate(found):
+        advantages[row, : len(c["advantage"])] = torch.tensor(c["advantage"])
+    preset = PRESETS[{"drgrpo": "dr_grpo"}.get(fold(name), fold(name))]
+    loss = float(policy_loss(now, old, advantages, mask, **preset)[0])
+    assert sum(sum(c["loss"]) for c in found) == pytest.approx(loss)
+    options = {"kind": "ppo", "aggregation": "token-sum"}
+    mine = [credit(t, name, group, logprobs=given, values=values, clip=0.1, **options) for t in group]
+    own = {**preset, **options, "clip_low": 0.1, "clip_high": 0.1}
+    assert sum(sum(c["loss"]) for c in mine) == pytest.approx(float(policy_loss(now, old, advantages, mask, **own)[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"values": torch.zeros(7)}, r"values has \[7\] numbers"),
+        ({"values": []}, r"values has \[0\] numbers"),
+        ({"values": 3}, "values is 3; give a list"),
+        ({"values": torch.tensor(1.0)}, "values is tensor"),
+        ({"logprobs": [math.nan] * 9}, "logprobs is nan on sampled token 2"),
+        ({"logprobs": [10**400] * 9}, "logprobs is 1000.* on sampled token 2"),
+        ({"logprobs": ["x"] * 9}, "logprobs is 'x' on sampled token 2"),
+        ({"kind": "zz"}, "kind is 'zz'; choose one of ppo"),
+    ],
+)
+def test_what_credit_cannot_use_is_one_sentence(options, says):
+    with pytest.raises(ValueError, match=says):
+        credit(episode(), "reinforce_pp", **options)
+
+
+def test_no_number_off_the_mask_counts():
+    one = episode()
+    mask = one.segments[0].action_mask
+    odd = [math.nan, -math.inf, None] * 3
+    now = [x if m else o for x, m, o in zip(one.segments[0].logprobs, mask, odd, strict=True)]
+    clean = credit(one, "reinforce_pp", logprobs=list(one.segments[0].logprobs), values=[1.0] * 9)
+    assert credit(one, "reinforce_pp", logprobs=now, values=torch.ones(1, 9)) == clean
+    assert clean["value"] == [float(m) for m in mask]
 
 
 def test_the_credit_plot_draws_a_bar_a_row_under_every_sampled_token():
@@ -242,8 +319,69 @@ def test_the_group_as_rows():
     assert "<script" not in group_html([one, two], viewers=False)
     with pytest.raises(ValueError, match="3 advantages for 2 trajectories"):
         group_html([one, two], [1, 2, 3])
+    with pytest.raises(ValueError, match="1 quantities for 2 trajectories"):
+        group_html([one, two], quantities=[{}])
     with pytest.raises(ValueError, match="no trajectory"):
         group_html([])
+    assert "advantage by GRPO" in html
+    own = group_html([one, two], [0.5, -0.5], viewers=False)
+    assert "advantage as given" in own and "GRPO" not in own and "nothing to learn" not in own
+    three, four = episode(), episode()
+    for t, reward in ((three, 0.1 + 0.2), (four, 0.3)):
+        t.reward, t.turns[0].process_reward = reward, 0.0
+    assert "all earned the same: nothing to learn from" in group_html([three, four], viewers=False)
+    assert "every advantage is 0: nothing to learn from" in group_html([one, two], [0, 0], viewers=False)
+
+
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is four"}]
+
+
+def test_a_conversation_shows_its_text_with_a_tokenizer_too():
+    tok = tokenizer()
+    ones = {"advantage": [1.0] * from_messages(TALK, tok).num_tokens}
+    for html in (
+        trajectory_html(TALK, tokenizer=tok),
+        trajectory_html(TALK, tokenizer=SimpleNamespace(tokenizer=tok)),
+        trajectory_html(from_messages(TALK), tokenizer=tok),
+        compare_html(TALK, from_messages(TALK), tokenizer=tok),
+        credit_html(TALK, ones, tok, rows=["advantage"]),
+    ):
+        assert "It is four" in Page(html).text.replace("↵", "")
+    assert data_of(trajectory_html(TALK, tokenizer=tok))["ids"] == from_messages(TALK, tok).segments[0].token_ids
+    for view in (trajectory_html, from_messages):
+        with pytest.raises(ValueError, match="tokenizer is 'qwen'; give a tokenizer"):
+            view(TALK, tokenizer="qwen")
+
+
+def test_a_turn_without_tokens_is_an_empty_block():
+    t = episode()
+    first = Turn(0, 2, 2, text="NOTHING", flags=["odd"])
+    t.turns = [first, *t.turns, Turn(0, 9, 9, text="LOST", finish_reason="length")]
+    table = token_table(t)
+    assert [block[1:] for block in table.blocks()] == [(-1, 0, 2), (0, 2, 2), (1, 2, 8), (2, 8, 9), (3, 9, 9)]
+    for html in (trajectory_html(t), compare_html(t, episode()), compare_html(t, t)):
+        page = Page(html).text
+        assert all(f"Turn {n}" in page for n in (1, 2, 3, 4))
+        assert "NOTHING" in page and "odd" in page and "LOST" in page and "ended by length" in page
+    page = Page(credit_html(t, credit(t, "reinforce_pp"))).text
+    assert "NOTHING" in page and "LOST" in page and "Turn 4" in page
+    t.turns = [t.turns[1], first, t.turns[2]]
+    assert [block[1:] for block in token_table(t).blocks()] == [(-1, 0, 2), (0, 2, 8), (1, 2, 2), (2, 8, 9)]
+    said = Page(trajectory_html([TALK[0], {"role": "assistant", "content": ""}])).text
+    assert "Turn 1" in said and "0 sampled, 0 fed" in said
+    second = Segment()
+    second.extend([7])
+    two = Trajectory("t", "g", [Segment(), second], [Turn(0, 0, 0, text="EARLY"), Turn(1, 1, 1, text="LATE")])
+    assert [block[:2] for block in token_table(two).blocks()] == [(0, 0), (1, -1), (1, 1)]
+
+
+def test_an_id_goes_to_the_frame_whatever_the_text_says():
+    t = episode()
+    t.question = "what is data-lm-suppress?"
+    html = trajectory_html(t, id="me")
+    Page(html)
+    head = html[: html.index(">")]
+    assert ' id="me"' in head and 'aria-label="Trajectory: what is data-lm-suppress?"' in head
 
 
 def test_a_figure_follows_the_theme():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import tokenizer
 
 from agentr1_lite.foreign import encode_foreign
-from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind, save_jsonl
+from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind, load_jsonl, save_jsonl
 from agentr1_lite.views import from_messages, token_table
 from agentr1_lite.views.tokens import as_trajectory, piece, runs
 
@@ -64,7 +65,9 @@ def test_a_token_reads_as_itself():
 
 def test_numbers_come_as_lists_tensors_or_one_list_a_segment():
     flat = [float(i) for i in range(9)]
-    for given in (flat, [flat], torch.tensor(flat), torch.tensor([flat])):
+    parts = [torch.tensor(flat[:4]), torch.tensor(flat[4:])]
+    scalars = [np.float32(x) for x in flat[:5]] + [torch.tensor(x) for x in flat[5:]]
+    for given in (flat, [flat], torch.tensor(flat), torch.tensor([flat]), np.array(flat), parts, scalars, tuple(flat)):
         assert token_table(episode(), quantities={"advantages": given}).quantities["advantage"] == flat
 
 
@@ -86,6 +89,11 @@ def test_ratio_and_kl_from_log_probs():
         ([0.0] * 4 + [math.nan] + [0.0] * 4, "advantage is nan at token 4"),
         ([math.inf] + [0.0] * 8, "advantage is inf at token 0"),
         (["x"] + [0.0] * 8, "advantage is 'x' at token 0"),
+        ([10**400] + [0.0] * 8, "advantage is 1000"),
+        (3, "advantage is int; give a list"),
+        (None, "advantage is NoneType; give a list"),
+        (torch.tensor(1.0), "advantage is Tensor; give a list"),
+        ({"a": 1}, "advantage is dict; give a list"),
     ],
 )
 def test_bad_numbers_name_field_and_place(numbers, says):
@@ -147,6 +155,121 @@ def test_a_conversation_becomes_a_trajectory(tok):
     assert said[1] == "It is <answer>4</answer>"
     seen = [p for p, s in zip(table.pieces, table.source, strict=True) if s == "observation"]
     assert "".join(seen) == "4"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"reward": None}, "reward is None; expected float"),
+        ({"reward": "1.0"}, "reward is '1.0'"),
+        ({"reward": math.nan}, "reward is nan"),
+        ({"reward_parts": {"em": None}}, "reward_parts is {'em': None}"),
+        ({"reward_parts": []}, r"reward_parts is \[\]"),
+        ({"info": None}, "info is None"),
+        ({"answer": 3}, "answer is 3"),
+        ({"golds": None}, "golds is None"),
+        ({"stop_reason": "bored"}, "stop_reason is 'bored'"),
+        ({"stop_reason": []}, r"stop_reason is \[\]"),
+        ({"segments": None}, "segments is None"),
+        ({"segments": [[]]}, r"segments\[0\] is list"),
+        ({"segments.token_ids": None}, r"segments\[0\]\.token_ids is None"),
+        ({"segments.logprobs": [None] * 9}, r"segments\[0\]\.logprobs is \[None"),
+        ({"segments.action_mask": [None] * 9}, r"segments\[0\]\.action_mask is \[None"),
+        ({"turns.start": None}, r"turns\[0\]\.start is None; expected int"),
+        ({"turns.process_reward": math.nan}, r"turns\[0\]\.process_reward is nan"),
+        ({"turns.kind": 3}, r"turns\[0\]\.kind is 3"),
+        ({"turns.new": 3}, r"turns\[0\]\.new is no field of a Turn"),
+        ({"mine": 3}, "mine is no field of a Trajectory"),
+    ],
+)
+def test_a_row_of_a_wrong_type_names_file_line_and_field(tmp_path, change, says):
+    row = episode().to_dict()
+    ((name, value),) = change.items()
+    part, _, inner = name.partition(".")
+    (row[part][0] if inner else row)[inner or name] = value
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n" + json.dumps(row) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 2: not a trajectory \(" + says):
+        load_jsonl(path)
+    if value is not math.nan:  # the views' reader takes no NaN at all
+        with pytest.raises(ValueError, match=r"t\.jsonl, line 2: not a trajectory \(" + says):
+            as_trajectory(path)
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "{}", "[]", "3", "[" * 100_000])
+def test_a_row_that_is_no_trajectory_names_file_and_line(tmp_path, text):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n" + text + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 2: not a trajectory \("):
+        load_jsonl(path)
+    with pytest.raises(ValueError, match=r"t\.jsonl"):
+        as_trajectory(path)
+
+
+CALL = {"name": "calc", "arguments": {"e": "2+2"}}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [json.dumps(CALL)], json.dumps([CALL]), json.dumps(CALL), CALL, {"function": CALL},
+        [{"function": json.dumps(CALL)}],
+        [{"function": "calc", "arguments": CALL["arguments"]}], [{"function": {**CALL, "arguments": '{"e": "2+2"}'}}],
+    ],
+)  # fmt: skip
+def test_calls_in_every_form_have_their_name(calls):
+    made = from_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert made.turns[0].calls == [CALL]
+
+
+def test_what_is_missing_in_a_conversation_is_empty():
+    talk = [{"role": "assistant", "content": "4"}]
+    assert from_messages({"prompt": None, "completion": talk, "reward": None}) == from_messages(talk)
+    assert from_messages({"prompt": "2+2?", "completion": None}).question == "2+2?"
+    deep = from_messages([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}])
+    assert list(deep.turns[0].calls[0]["arguments"]) == ["raw"]
+
+
+def nested(depth: int) -> list:
+    out: list = []
+    for _ in range(depth):
+        out = [out]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"tool_calls": [{"function": None}]}, r"message 1: tool_calls\[0\] is None"),
+        ({"tool_calls": [3]}, r"message 1: tool_calls\[0\] is 3"),
+        ({"tool_calls": 3}, "message 1: tool_calls is int"),
+        ({"tool_calls": [{"name": "f", "arguments": {"x": b"y"}}]}, r"message 1: the arguments of tool_calls\[0\]"),
+        ({"tool_calls": [{"name": "f", "arguments": nested(10**5)}]}, r"message 1: the arguments of tool_calls\[0\]"),
+        ({"content": ["a", {"type": "text", "text": 5}]}, "message 1: part 1 of content is int"),
+        ({"content": [None]}, "message 1: part 0 of content is NoneType"),
+    ],
+)
+def test_a_wrong_field_of_a_message_is_named(message, says):
+    with pytest.raises(ValueError, match=says):
+        from_messages([{"role": "user", "content": "?"}, {"role": "assistant", **message}])
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": 3, "completion": "4"}, "prompt is int"),
+        ({"completion": "4", "reward": [1]}, r"reward is \[1\]"),
+        ({"completion": "4", "reward": "1.0"}, "reward is '1.0'"),
+        ({"completion": "4", "reward": math.nan}, "reward is nan"),
+        ({"a": 1}, "from_messages got a row with a; give"),
+        ({}, "from_messages got a row with nothing; give"),
+        ([], "from_messages got 0 messages; give"),
+        ({"messages": 3}, "from_messages got a row with messages; give"),
+    ],
+)
+def test_a_wrong_row_is_named(row, says):
+    with pytest.raises(ValueError, match=says):
+        from_messages(row)
 
 
 def test_files_of_trajectories_and_of_conversations(tmp_path):

@@ -11,7 +11,8 @@ versions with what to say to each::
 
 ``check(name, function)`` runs the learner's function and the solution on the
 same random inputs. A mistake is named where the learner's outcome equals that
-wrong version's on every input.
+wrong version's on every input. No run is timed: interrupting the kernel stops an
+endless loop.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import torch
 CASES = 8
 MARKS = {"right": ("✔", "right", "#00724f"), "gap": ("○", "to do", "#5c6370")}
 WRONG_MARK = ("✘", "not yet", "#b3470a")
+SHORT = 90  # characters of a value in a sentence
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class Exercise:
 
     ``rng`` is a ``random.Random``; torch's and numpy's own generators are seeded
     for the call as well, so ``torch.randn`` repeats. ``tolerance`` is absolute
-    and relative; ``equal(found, wanted)`` replaces the comparison of values.
+    and relative; ``equal(found, wanted)`` replaces the comparison of values. Where
+    an input requires grad and the solution's value does, gradients must agree too.
     """
 
     lesson: int
@@ -80,17 +83,20 @@ class Verdict:
 
     def __repr__(self) -> str:
         mark, word, _ = MARKS.get(self.kind, WRONG_MARK)
-        again = f" Read again: {self.reread}." if self.reread else ""
+        again = f" Read again: {self.reread}{self._stop()}" if self.reread else ""
         return f"{mark} {word} · {self.name}: {self.text}{again}"
 
     def _repr_html_(self) -> str:
         mark, word, color = MARKS.get(self.kind, WRONG_MARK)
-        again = f" Read again: <em>{html.escape(self.reread)}</em>." if self.reread else ""
+        again = f" Read again: <em>{html.escape(self.reread)}</em>{self._stop()}" if self.reread else ""
         return (
             f'<div role="status" style="border-left:4px solid {color};padding:.4em .8em;margin:.3em 0">'
             f'<span style="background:{color};color:#fff;border-radius:3px;padding:.1em .5em">{mark} {word}</span> '
             f"<code>{html.escape(self.name)}</code>: {html.escape(self.text)}{again}</div>"
         )
+
+    def _stop(self) -> str:
+        return "" if self.reread.endswith(("?", "!", ".")) else "."
 
 
 EXERCISES: dict[str, Exercise] = {}
@@ -146,6 +152,9 @@ def check(name: str, function: Callable[..., Any], seed: int = 0) -> Verdict:
     found = [_run(function, case, n) for n, case in enumerate(cases)]
     wanted = [_run(task.solution, case, n) for n, case in enumerate(cases)]
     if all(_same(task, a, b) for a, b in zip(found, wanted, strict=True)):
+        lost = _lost_gradient(task, found, wanted)
+        if lost:
+            return Verdict(name, "value", lost)
         return Verdict(name, "right", f"equal to the solution on {CASES} random inputs.")
     gap = _gap(function, found, wanted)
     if gap:
@@ -163,14 +172,15 @@ def check(name: str, function: Callable[..., Any], seed: int = 0) -> Verdict:
 @dataclass(frozen=True)
 class _Outcome:
     value: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
+    gradients: tuple[torch.Tensor, ...] | None = None  # of the value, with respect to the inputs that require them
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[random.Random]:
-    """The global generators seeded, and as they were afterwards."""
-    state, array_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    """The global generators seeded and gradients on; these and the default dtype are afterwards as they were."""
+    state, array_state, dtype = random.getstate(), np.random.get_state(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
@@ -179,6 +189,7 @@ def _seeded(seed: int) -> Iterator[random.Random]:
         finally:
             random.setstate(state)
             np.random.set_state(array_state)
+            torch.set_default_dtype(dtype)
 
 
 def _draw(task: Exercise, seed: int) -> Any:
@@ -189,11 +200,24 @@ def _draw(task: Exercise, seed: int) -> Any:
 def _run(function: Callable[..., Any], case: Any, seed: int) -> _Outcome:
     case = copy.deepcopy(case)  # a function that changes its inputs must not change the others'
     args, named = ((), case) if isinstance(case, Mapping) else (case, {})
+    leaves = [x for x in (*args, *named.values()) if _has_gradient(x)]
     with _seeded(seed):
+        args = [x.clone() if _has_gradient(x) else x for x in args]  # a leaf could not be changed in place
+        named = {key: x.clone() if _has_gradient(x) else x for key, x in named.items()}
         try:
-            return _Outcome(function(*args, **named))
-        except Exception as error:  # the learner's code may raise anything
+            value = function(*args, **named)
+            if not leaves or not _has_gradient(value):
+                return _Outcome(value)
+            gradients = torch.autograd.grad(value.sum(), leaves, allow_unused=True, materialize_grads=True)
+            return _Outcome(value, gradients=gradients)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the learner's code may raise anything, and exit() raises too
             return _Outcome(error=error)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _wrong_arguments(task: Exercise, function: Callable[..., Any], case: Any) -> str | None:
@@ -228,11 +252,15 @@ def _form_difference(found: Any, wanted: Any, what: str = "It returns") -> str |
     if isinstance(wanted, torch.Tensor):
         if not isinstance(found, torch.Tensor):
             return f"{what} {_shown(found)}, expected {_shown(wanted)}."
+        if (found.layout, found.device) != (wanted.layout, wanted.device):
+            expected = f"{wanted.layout} on {wanted.device}"
+            return f"{what} a tensor of layout {found.layout} on device {found.device}, expected {expected}."
         if found.shape != wanted.shape:
             return f"{what} shape {tuple(found.shape)}, expected {tuple(wanted.shape)}."
         return None if found.dtype == wanted.dtype else f"{what} dtype {found.dtype}, expected {wanted.dtype}."
     if isinstance(wanted, int | float) and not isinstance(wanted, bool):
-        scalar = isinstance(found, torch.Tensor) and found.ndim == 0
+        scalar = isinstance(found, torch.Tensor) and found.ndim == 0 and found.layout == torch.strided
+        scalar = scalar and not found.is_meta and not found.is_complex()
         number = isinstance(found, int | float | np.number) and not isinstance(found, bool)
         return None if scalar or number else f"{what} {_shown(found)}, expected a number."
     if isinstance(wanted, list | tuple):
@@ -251,9 +279,7 @@ def _form_difference(found: Any, wanted: Any, what: str = "It returns") -> str |
 def _close(found: Any, wanted: Any, tolerance: float) -> bool:
     """Equal values, where the form is already known to agree."""
     if isinstance(wanted, torch.Tensor):
-        if not wanted.is_floating_point():
-            return torch.equal(found, wanted)
-        return torch.allclose(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        return bool(_near(found, wanted, tolerance).all())
     if isinstance(wanted, float):
         a, b = float(found), float(wanted)
         return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(a) and math.isnan(b))
@@ -264,6 +290,47 @@ def _close(found: Any, wanted: Any, tolerance: float) -> bool:
     return bool(found == wanted)
 
 
+def _lost_gradient(task: Exercise, found: list[_Outcome], wanted: list[_Outcome]) -> str | None:
+    """A sentence where values are right but gradients are not."""
+    pairs = [(a.gradients, b.gradients) for a, b in zip(found, wanted, strict=True) if b.gradients is not None]
+    if any(a is None for a, _ in pairs):
+        return (
+            "The value is right, but the loss has lost its gradient, so nothing would be learned; leave out "
+            "detach(), item(), no_grad() and torch.tensor()."
+        )
+    if not all(_close(a, b, task.tolerance) for a, b in pairs):
+        return "The value is right, but its gradient is another one; is a part of it detached?"
+    return None
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Which elements are equal."""
+    if not wanted.is_floating_point():
+        return found == wanted
+    return torch.isclose(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _place(task: Exercise, found: Any, wanted: Any, top: bool = True) -> tuple[list[Any], Any, Any]:
+    """The first index, item or key at which the values differ, as a path, and both values there."""
+    if isinstance(wanted, torch.Tensor):
+        differs = (~_near(found, wanted, task.tolerance)).nonzero().tolist()
+        if differs:
+            at = tuple(differs[0])
+            return [at] if at else [], found[at].item(), wanted[at].item()
+    keys = range(len(wanted)) if isinstance(wanted, list | tuple) else wanted if isinstance(wanted, Mapping) else ()
+    for key in keys:
+        if top and task.equal is not None:  # it compares the whole, so put the item into the right answer
+            mixed = dict(wanted) if isinstance(wanted, Mapping) else list(wanted)
+            mixed[key] = found[key]
+            same = task.equal(tuple(mixed) if isinstance(wanted, tuple) else mixed, wanted)
+        else:
+            same = _close(found[key], wanted[key], task.tolerance)
+        if not same:
+            path, a, b = _place(task, found[key], wanted[key], False)
+            return [key, *path], a, b
+    return [], found, wanted
+
+
 # What to say
 
 
@@ -271,7 +338,7 @@ def _gap(function: Callable[..., Any], found: list[_Outcome], wanted: list[_Outc
     """A sentence where the gap is not filled in yet, or where nothing is returned."""
     unfilled = "the gap is still open; replace the ... in the cell above, run it, then run this one."
     for outcome in found:
-        if isinstance(outcome.error, NotImplementedError) or "ellipsis" in str(outcome.error):
+        if isinstance(outcome.error, NotImplementedError) or "ellipsis" in _message(outcome.error):
             return unfilled
         values = outcome.value if isinstance(outcome.value, list | tuple) else [outcome.value]
         if any(value is Ellipsis for value in values):
@@ -301,14 +368,43 @@ def _first_difference(
     form = _form_difference(mine.value, right.value)
     if form:
         return Verdict(task.name, "form", f"{form[:-1]} {given}.")
-    text = f"{len(wrong)} of {len(cases)} inputs give another value; {given} yours is "
-    return Verdict(task.name, "value", f"{text}{_shown(mine.value)}, expected {_shown(right.value)}.")
+    text = f"{len(wrong)} of {len(cases)} inputs give another value; for "
+    return Verdict(task.name, "value", f"{text}{_parting(task, cases[n], mine.value, right.value)}.")
 
 
-def _fault(error: Exception, function: Callable[..., Any]) -> str:
+def _parting(task: Exercise, case: Any, found: Any, wanted: Any) -> str:
+    """The input and both values; of values too long to show, the first place where they differ."""
+    a, b = _text(found), _text(wanted)
+    if a != b and max(len(a), len(b)) <= SHORT and task.equal is None:
+        return f"{_given(task, case)}, yours is {a}, expected {b}"
+    path, found, wanted = _place(task, found, wanted)
+    given = _given(task, case, path[0] if path else None)
+    where = "".join(f"[{', '.join(map(repr, key if isinstance(key, tuple) else [key]))}]" for key in path)
+    given += f", at {where}" if path else ","
+    if isinstance(wanted, str) and max(len(_text(found)), len(_text(wanted))) > SHORT:
+        n = next((i for i, (x, y) in enumerate(zip(found, wanted, strict=False)) if x != y), -1)
+        n = min(len(found), len(wanted)) if n < 0 else n
+        around = [f"{'…' * (n > 20)}{t[max(0, n - 20) : n + 20]}{'…' * (len(t) > n + 20)}" for t in (found, wanted)]
+        return f"{given} the texts part at character {n + 1}: yours {around[0]!r}, expected {around[1]!r}"
+    a, b = _shown(found), _shown(wanted)
+    if isinstance(wanted, float):
+        digits = ((f"{float(found):.{n}g}", f"{wanted:.{n}g}") for n in (4, 7, 17))
+        a, b = next((pair for pair in digits if pair[0] != pair[1]), (a, b))
+    return f"{given} yours is {a}, expected {b}"
+
+
+def _message(error: BaseException | None) -> str:
+    """What an error says; a learner's own class may fail to say it."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def _fault(error: BaseException, function: Callable[..., Any]) -> str:
     """An exception of the learner's code with its line, counted from the ``def``."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    said = f"it raises {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else 'no message'}"
+    said = f"it raises {type(error).__name__}: {[*_message(error).splitlines(), 'no message'][0][:120]}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if code is not None and frame.filename == code.co_filename:
             line = linecache.getline(frame.filename, frame.lineno).strip()
@@ -317,19 +413,35 @@ def _fault(error: Exception, function: Callable[..., Any]) -> str:
     return said
 
 
-def _given(task: Exercise, case: Any) -> str:
+def _given(task: Exercise, case: Any, at: Any = None) -> str:
+    """The arguments; of long lists of texts, and lists beside them, item ``at`` alone."""
     names = list(inspect.signature(task.solution).parameters)
-    pairs = case.items() if isinstance(case, Mapping) else zip(names, case, strict=False)
-    return ", ".join(f"{name} = {_shown(value)}" for name, value in pairs)
+    pairs = list(case.items() if isinstance(case, Mapping) else zip(names, case, strict=False))
+    rows = [value for _, value in pairs if isinstance(value, list) and isinstance(at, int) and at < len(value)]
+    long = [value for value in rows if isinstance(value[at], str) and len(_text(value)) > SHORT]
+    return ", ".join(
+        f"{name}[{at}] = {_shown(value[at])}"
+        if long and isinstance(value, list) and len(value) == len(long[0])
+        else f"{name} = {_shown(value)}"
+        for name, value in pairs
+    )
 
 
-def _shown(value: Any, limit: int = 90) -> str:
+def _shown(value: Any) -> str:
     """A value on one short line."""
+    text = _text(value)
+    if len(text) <= SHORT:
+        return text
     if isinstance(value, torch.Tensor):
-        text = f"tensor {_rounded(value.tolist())}"
-        return text if len(text) <= limit else f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    text = repr(_rounded(value))
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"{text[: SHORT - 1]}…"
+
+
+def _text(value: Any) -> str:
+    try:
+        return f"tensor {_rounded(value.tolist())}" if isinstance(value, torch.Tensor) else repr(_rounded(value))
+    except Exception:  # a list within itself, a tensor without data, a repr that raises
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def _rounded(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from itertools import accumulate
 
 from agentr1_lite.exercises import exercise, mistake
@@ -11,8 +12,12 @@ DRAW, COUNT = "Token by token", "How often is it right?"
 
 
 def _wheel(rng: random.Random) -> tuple[list[float], float]:
+    """Half of the time u equals a running sum, often that of a first token that is never drawn."""
     weights = [rng.random() + 0.05 for _ in range(rng.randint(3, 6))]
-    return [w / sum(weights) for w in weights], rng.random()
+    probabilities = [w / sum(weights) for w in weights]
+    if rng.random() < 0.5:
+        return rng.choice([([0.0, *probabilities], 0.0), ([0.5, 0.25, 0.125, 0.125], 0.75)])
+    return probabilities, rng.random()
 
 
 @exercise(0, "draw_token", inputs=_wheel)
@@ -25,6 +30,10 @@ for says, wrong in (
     ("This is the likeliest token whatever u is: greedy, not a draw.", lambda p, u: p.index(max(p))),
     ("Compare u with the running sum p[0] + … + p[i], not with p[i] alone.", lambda p, u: _first(p, u)),
     ("One place too far: the token is where the sum passes u, not the next.", lambda p, u: draw_token(p, u) + 1),
+    (
+        "Ask for a sum above u, not at least u: at u = 0 yours draws a first token of probability 0.",
+        lambda p, u: next(i for i, total in enumerate(accumulate(p)) if total >= u),
+    ),
     ("Every token gets the same share; the probabilities are not used.", lambda p, u: int(u * len(p))),
 ):
     mistake("draw_token", says, DRAW)(wrong)
@@ -35,15 +44,20 @@ def _first(probabilities: list[float], u: float) -> int:
 
 
 def _answers(rng: random.Random) -> tuple[list[str | None], list[list[str]]]:
-    """Every case holds a missing answer, an alias, two in capitals and an answer with the gold in it."""
-    names = ["Oslo", "Rome", "Lima", "Bern", "Cairo"]
-    golds = [[name, f"City of {name}"] for name in rng.sample(names, 5)]
-    answers = [None, golds[1][1], f" {golds[2][0].upper()}", f"maybe {golds[3][0]}", golds[4][0].upper()]
-    more = rng.randint(0, 4)
-    pairs = [
-        *zip(answers, golds, strict=True),
-        *[(rng.choice([*names, None]), [rng.choice(names)]) for _ in range(more)],
+    """Each kind of answer a number of times of its own, so that two mistakes seldom cost the same share."""
+    kinds = [
+        lambda name: None,
+        lambda name: f"City of {name}",
+        lambda name: f" {name} ",
+        lambda name: name.upper(),
+        lambda name: f"maybe {name}",
+        lambda name: "Paris",
+        lambda name: name,
     ]
+    pairs = []
+    for answer in kinds:
+        names = [rng.choice(["Oslo", "Rome", "Lima", "Bern", "Cairo"]) for _ in range(rng.randint(1, 3))]
+        pairs += [(answer(name), [name, f"City of {name}"]) for name in names]
     rng.shuffle(pairs)
     return [answer for answer, _ in pairs], [gold for _, gold in pairs]
 
@@ -62,6 +76,13 @@ def exact_match(answers: list[str | None], golds: list[list[str]]) -> float:
     return sum(map(_is_right, answers, golds)) / len(answers)
 
 
+def _share(right: Callable[[str, list[str]], bool]) -> Callable[[list[str | None], list[list[str]]], float]:
+    """Exact match with another idea of which answer is right."""
+    return lambda answers, golds: (
+        sum(a is not None and right(a, g) for a, g in zip(answers, golds, strict=True)) / len(answers)
+    )
+
+
 def _of_answered(answers, golds):
     said = [(a, g) for a, g in zip(answers, golds, strict=True) if a is not None]
     return sum(_is_right(a, g) for a, g in said) / len(said)
@@ -71,18 +92,27 @@ for says, wrong in (
     ("A question without an answer counts too, as wrong; divide by all questions.", _of_answered),
     (
         "Only the first gold is compared; the aliases behind it are right as well.",
-        lambda answers, golds: exact_match(answers, [g[:1] for g in golds]),
+        _share(lambda a, g: _is_right(a, g[:1])),
     ),
     (
         "Upper and lower case or outer spaces decide; compare answer.strip().lower() with the golds alike.",
-        lambda answers, golds: sum(a in g for a, g in zip(answers, golds, strict=True)) / len(answers),
+        _share(lambda a, g: a in g),
+    ),
+    (
+        "Spaces around an answer decide; strip() it as well.",
+        _share(lambda a, g: a.lower() in map(str.lower, g)),
+    ),
+    (
+        "Upper and lower case decide; lower() the answer and the golds as well.",
+        _share(lambda a, g: a.strip() in g),
+    ),
+    (
+        "The golds keep their capitals, so an answer in small letters never equals one; treat both alike.",
+        _share(lambda a, g: _same(a) in g),
     ),
     (
         "An answer that contains a gold is not equal to it; this pays for listing candidates.",
-        lambda answers, golds: (
-            sum(a is not None and any(_same(x) in _same(a) for x in g) for a, g in zip(answers, golds, strict=True))
-            / len(answers)
-        ),
+        _share(lambda a, g: any(_same(x) in _same(a) for x in g)),
     ),
     (
         "This is the number of right answers; a share is divided by the number of questions.",

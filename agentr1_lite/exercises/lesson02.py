@@ -33,10 +33,12 @@ def _expression(rng: random.Random) -> str:
 
 def _expressions(rng: random.Random) -> tuple[list[str]]:
     """Two of the harmless kind and all the others, so that every case tells every mistake apart."""
-    return (["7 / 2", f"{rng.randint(2, 9)} * (3 + 4)", *(_expression(rng) for _ in range(6))] + _HARD,)
+    easy = ["7 / 2", f"{rng.randint(2, 9)} * (3 + 4)"]
+    return ([*easy, "len('abc')", *(_expression(rng) for _ in range(6)), *_HARD],)
 
 
-_HARD = ["1 / (2 - 2)", "3 +", "len('abc')", "(1).__class__", "'ab' * 3", "9 - 4 - 3", "-2 * -3"]
+_HARD = ["1 / (2 - 2)", "3 +", "(1).__class__", "'ab' * 3", "9 - 4 - 3", "-2 * -3"]
+_HARD += ["2**3", "7 // 2", "2.5 * 2", "True + 1"]  # a small power: wrong answers work it out
 
 
 def _walk(node: ast.AST, operations: dict[type, Callable[..., float]]) -> float:
@@ -69,12 +71,12 @@ def calculate(expressions: list[str]) -> list[str]:
     return [_calculate(text) for text in expressions]
 
 
-def _with_eval(text: str) -> str:
-    """What a bare eval replies; only ever run on this file's own inputs."""
+def _with_eval(text: str, caught: tuple[type[Exception], ...] = (Exception,), number: bool = True) -> str:
+    """What eval replies; only ever run on this file's own inputs."""
     try:
         value = eval(text, {"__builtins__": {"len": len}})
-        return f"{value:g}" if isinstance(value, int | float) else str(value)
-    except Exception as error:
+        return f"{value:g}" if number or isinstance(value, int | float) else str(value)
+    except caught as error:
         return f"Error: {error}"
 
 
@@ -87,8 +89,29 @@ def _one_by_one(one: Callable[[str], Any]) -> Callable[[list[str]], list[Any]]:
 
 
 for says, wrong in (
-    ("eval runs whatever the policy writes, len('abc') too: walk the parsed tree instead.", _with_eval),
+    (
+        "eval runs whatever the policy writes, len('abc') too: walk the parsed tree instead.",
+        lambda t: _with_eval(t, number=False),
+    ),
+    ("eval runs whatever the policy writes: len('abc') gives 3, and :g hides the rest. Walk the tree.", _with_eval),
+    (
+        "eval runs whatever the policy writes, len('abc') too, and may raise any error: walk the parsed tree instead.",
+        lambda t: _with_eval(t, (ValueError, SyntaxError, ZeroDivisionError)),
+    ),
+    (
+        "eval runs whatever the policy writes, and a broken expression raises: walk the tree, and reply Error: …",
+        lambda t: _with_eval(t, ()),
+    ),
     ("A broken expression must come back as text that starts with Error; yours raises.", _raises),
+    (
+        "Powers are worked out: 9**9**9 would keep the machine busy for ever. Leave ** (Pow) out.",
+        lambda t: _calculate(t, {**OPERATIONS, ast.Pow: operator.pow}),
+    ),
+    (
+        "Powers and // are worked out: a list of allowed characters lets ** through, and 9**9**9 would keep the "
+        "machine busy for ever. Walk the tree, knowing + − * / alone.",
+        lambda t: _calculate(t, {**OPERATIONS, ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv}),
+    ),
     ("/ must be true division: 7 / 2 is 3.5.", lambda t: _calculate(t, {**OPERATIONS, ast.Div: operator.floordiv})),
     (
         "A minus in front of a number or bracket (a UnaryOp) is not handled.",
@@ -115,6 +138,14 @@ def _long_page(rng: random.Random) -> tuple[list[str], list[int]]:
 def _wrap(text: str, limit: int) -> str:
     inside = text if len(text) <= limit else text[:limit] + " [cut]"
     return f"<tool_response>\n{inside}\n</tool_response>"
+
+
+_TAGS = len(_wrap("", 0))
+
+
+def _cut_finished(text: str, limit: int, tags: int, mark: str) -> str:
+    whole = _wrap(text, len(text))
+    return whole if len(text) + tags <= limit else whole[:limit] + mark
 
 
 def _each(one: Callable[[str, int], str]) -> Callable[[list[str], list[int]], list[str]]:
@@ -145,18 +176,27 @@ for says, one in (
         lambda t, n: f"<tool_response>\n{t[:n]} [cut]\n</tool_response>",
     ),
     ("The raw text is no observation yet: the tags around it are missing.", lambda t, n: _wrap(t, n)[16:-17]),
+    *[
+        (
+            f"The finished text is cut, so its closing tag is lost{silent}{counted}: cut first, then wrap.",
+            lambda t, n, tags=tags, mark=mark: _cut_finished(t, n, tags, mark),
+        )
+        for tags, counted in ((0, ""), (_TAGS, ", and the tags count towards the limit"))
+        for mark, silent in ((" [cut]", ""), ("", " and nothing says so"))
+    ],
 ):
     mistake("observe", says, OBSERVATION)(_each(one))
 
 
 def _turn(rng: random.Random) -> tuple[list[dict[str, Any]], list[str]]:
-    """A turn with a good new call, a good call made before, and a failing one, and what was called before."""
-    calls = [f"{rng.randint(1, 9)} + {rng.randint(1, 9)}" for _ in range(rng.randint(3, 6))]
-    before = [calls[0], f"{rng.randint(1, 9)} * 2"]
-    good = [True, True, False] + [rng.random() < 0.6 for _ in calls[3:]]
-    turn = [{"call": call, "success": ok} for call, ok in zip(calls, good, strict=True)]
-    turn[1]["call"], turn[2]["call"] = "20 / 7", "30 / 0"
-    return turn, before
+    """Good and failing calls, new and made before: each of the four at least once, a new good one twice; and what
+    was called before."""
+    before = [f"{rng.randint(1, 9)} + {rng.randint(1, 9)}", "40 / 0"]
+    kinds = [(before[0], True), (before[1], False), ("20 / 7", True), ("30 / 0", False)]
+    kinds += [kinds[2], *rng.choices(kinds, k=rng.randint(0, 2))]
+    kinds += [(f"{n} * 3", True) for n in range(rng.randint(0, 2))]
+    rng.shuffle(kinds)
+    return [{"call": call, "success": ok} for call, ok in kinds], before
 
 
 def _pay(
@@ -164,6 +204,11 @@ def _pay(
 ) -> float:
     found = sum(good for row in turn if row["success"] and row["call"] not in before)
     return step + found + sum(bad for row in turn if not row["success"])
+
+
+def _pay_once(turn: list[dict[str, Any]], before: list[str]) -> float:
+    fresh = [row["call"] for row in turn if row["success"] and row["call"] not in before]
+    return _pay(turn, before) - 0.2 * (len(fresh) - len(set(fresh)))
 
 
 @exercise(2, "turn_reward", inputs=_turn)
@@ -177,7 +222,19 @@ for says, wrong in (
         "A call made before is paid again: the policy will learn to repeat one easy call for ever.",
         lambda turn, before: _pay(turn, []),
     ),
+    (
+        "A new call made twice in this turn is paid once; each call that works and is not in before earns 0.2.",
+        _pay_once,
+    ),
     ("The price of the turn (−0.05) is missing.", lambda turn, before: _pay(turn, before, step=0.0)),
+    (
+        "A failing call costs nothing where it was made before; every one that fails costs 0.1.",
+        lambda turn, before: _pay([row for row in turn if row["call"] not in before], before),
+    ),
+    (
+        "A call that works costs 0.1 where it was made before; it earns nothing, and only failing ones cost.",
+        lambda turn, before: _pay([{**r, "success": r["success"] and r["call"] not in before} for r in turn], before),
+    ),
     ("Failing calls cost nothing here; they should cost 0.1 each.", lambda turn, before: _pay(turn, before, bad=0.0)),
     (
         "Failing calls are paid as if they had worked: look at success.",

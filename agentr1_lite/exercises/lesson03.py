@@ -81,8 +81,9 @@ def _rows(rng: random.Random) -> tuple[Tensor, list[int], Spans, int]:
         lengths.append(c + rng.randint(1, 3) + extra)
         spans.append([(a, b), (c, lengths[-1])])
     ids = torch.randint(1, 50, (len(lengths), max(lengths)))
-    for row, length in enumerate(lengths):
-        ids[row, length - 1 :] = 0  # the true end of turn has the id that padding has
+    for row, length in enumerate(lengths):  # a true end of turn has the id that padding has, in the prompt too
+        ids[row, [1, spans[row][0][1] - 1]] = 0
+        ids[row, length - (length == max(lengths)) :] = 0  # a shorter row's last turn was cut before its end
     return ids, lengths, spans, 0
 
 
@@ -118,6 +119,14 @@ for says, wrong in (
         lambda ids, lengths, spans, pad_id: (ids != pad_id, two_masks(ids, lengths, spans, pad_id)[1]),
     ),
     (
+        "Padding begins at the first pad_id for you, but that is an end of turn in the prompt, and all behind it is "
+        "lost; use the lengths.",
+        lambda ids, lengths, spans, pad_id: (
+            F.pad((ids[:, :-1] != pad_id).cumprod(1), (1, 0), value=1).bool(),
+            two_masks(ids, lengths, spans, pad_id)[1],
+        ),
+    ),
+    (
         "Padding is told by its id in both masks, so the true end of turn is never trained; use lengths and spans.",
         lambda ids, lengths, spans, pad_id: (
             ids != pad_id,
@@ -139,7 +148,7 @@ def _model_output(rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
     rows, width, vocabulary = rng.randint(2, 3), rng.randint(5, 8), rng.randint(4, 9)
     mask = torch.rand(rows, width) < 0.5
     mask[:, 0], mask[:, 2], mask[0, 3:] = False, True, True
-    return torch.randn(rows, width, vocabulary), torch.randint(0, vocabulary, (rows, width)), mask
+    return torch.randn(rows, width, vocabulary).requires_grad_(), torch.randint(0, vocabulary, (rows, width)), mask
 
 
 def _nll(logits: Tensor, ids: Tensor) -> Tensor:

@@ -70,9 +70,10 @@ for says, wrong in (
 
 
 def _groups(rng: random.Random) -> tuple[Tensor, Tensor]:
-    """Groups in mixed order: some with different returns, one whose rollouts all earned the same, one of one."""
+    """Groups in mixed order: different returns, nearly the same, all the same, and a group of one."""
     sizes = [rng.randint(3, 5), rng.randint(3, 5), rng.choice([7, 9, 11]), 1]
     returns = torch.cat([torch.randn(n) for n in sizes])
+    returns[sizes[0] : sizes[0] + sizes[1]] = torch.linspace(0.48, 0.52, sizes[1])
     returns[sizes[0] + sizes[1] : -1] = rng.choice([0.7, 1.3, 0.1])
     order = torch.randperm(len(returns))
     return returns[order], torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))[order]

@@ -89,7 +89,7 @@ def _batch(rng: random.Random) -> Inputs:
     mask[:, 0], mask[:, 2], mask[0, 3:] = False, True, True
     temperature = rng.choice([0.7, 1.3])
     old = _logprobs(logits, ids, temperature) + 0.4 * torch.randn(rows, width)
-    return logits, ids, torch.where(mask, old, 0.0), torch.randn(rows, width), mask, temperature
+    return logits.requires_grad_(), ids, torch.where(mask, old, 0.0), torch.randn(rows, width), mask, temperature
 
 
 def _losses(logits: Tensor, ids: Tensor, old: Tensor, advantages: Tensor, temperature: float) -> Tensor:
@@ -108,6 +108,11 @@ def agent_loss(
 def _unshifted(z: Tensor, ids: Tensor, old: Tensor, a: Tensor, mask: Tensor, temperature: float) -> Tensor:
     logp = (z / temperature).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return clipped_loss((logp - old).exp(), a, 0.2, 0.2)[mask].mean()
+
+
+def _cut_off(z: Tensor, ids: Tensor, old: Tensor, a: Tensor, mask: Tensor, temperature: float) -> Tensor:
+    """The loss from old log-probs, advantages and mask that are cut already; (B, T − 1) each."""
+    return clipped_loss((_logprobs(z, ids, temperature)[:, 1:] - old).exp(), a, 0.2, 0.2)[mask].mean()
 
 
 for says, reread, wrong in (
@@ -142,6 +147,16 @@ for says, reread, wrong in (
         lambda z, ids, old, a, mask, t: agent_loss(z, ids, old, a, mask, 1 / t),
     ),
     ("Nothing is shifted: the logits at position t belong to the token at t + 1.", STEP, _unshifted),
+    (
+        "Old log-probs, advantages and mask are cut at the wrong end: cut them as you cut the ids, [:, 1:].",
+        STEP,
+        lambda z, ids, old, a, mask, t: _cut_off(z, ids, old[:, :-1], a[:, :-1], mask[:, :-1], t),
+    ),
+    (
+        "The mask is off by one: cut it as you cut the ids, action_mask[:, 1:].",
+        STEP,
+        lambda z, ids, old, a, mask, t: _cut_off(z, ids, old[:, 1:], a[:, 1:], mask[:, :-1], t),
+    ),
     (
         "The sign is turned round: this would make good actions rarer.",
         STEP,

@@ -32,7 +32,7 @@ def compare_html(
     Args:
         left, right: trajectories, or what `as_trajectory` reads. quantities: one mapping a side, see `token_table`.
     """
-    sides = [as_trajectory(x) for x in (left, right)]
+    sides = [as_trajectory(x, 0, tokenizer) for x in (left, right)]
     tables = [token_table(t, tokenizer, q) for t, q in zip(sides, quantities, strict=True)]
     sheet = Sheet(tables, color_by)
     spans = [_spans(table) for table in tables]
@@ -46,7 +46,7 @@ def compare_html(
         cells = []
         for side, table, own, marks, label in zip(sides, tables, spans, marked, labels, strict=True):
             none = '<p class="note">no such turn</p>'
-            drawn = block(sheet, side, table, own[place], marks) if place in own else none
+            drawn = block(sheet, side, table, (*place, *own[place]), marks) if place in own else none
             cells.append(f'<div data-side="{esc(label)}, "><p class="side">{esc(label)}</p>{drawn}</div>')
         body.append(f'<div class="pair">{"".join(cells)}</div><p class="note">{notes[place]}</p>')
     one = sides[0].question == sides[1].question
@@ -60,7 +60,7 @@ def compare_html(
 
 
 def _spans(table: TokenTable) -> Spans:
-    return {(table.segment[a], table.turn[a]): (a, b) for a, b in table.turns()}
+    return {(segment, turn): (a, b) for segment, turn, a, b in table.blocks()}
 
 
 def _mark(
@@ -69,6 +69,8 @@ def _mark(
     """Put the differing tokens of one turn into ``marked``; returns the sentence under the pair."""
     (a, b), (c, d) = spans
     ids = tables[0].ids[a:b], tables[1].ids[c:d]
+    if not any(ids):
+        return "no tokens"
     if ids[0] != ids[1]:
         found = [o for o in SequenceMatcher(None, *ids, autojunk=False).get_opcodes() if o[0] != "equal"]
         for _, i, j, k, m in found:

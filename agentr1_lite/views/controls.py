@@ -8,8 +8,10 @@ values it was made with and a line that says what to edit.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any
 
 from agentr1_lite.settings import ConfigError, allowed, checked, value_type
@@ -33,6 +35,24 @@ class Knob:
     help: str = ""
     edit: str = ""
     slide: bool = True
+    read: Callable[[Any], Any] = lambda value: value
+
+    def accepted(self, value: Any) -> Any:
+        """The value as this control takes it; raises ``ValueError`` where it cannot."""
+        value = self.read(value)
+        if self.choices:
+            fits, wanted = value in self.choices, f"one of {', '.join(map(str, self.choices))}"
+        elif self.kind is bool:
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif self.bounds is None or value is None and self.optional:
+            return value
+        else:
+            low, high, _ = self.bounds
+            fits = isinstance(value, Integral if self.kind is int else Real) and low <= value <= high
+            wanted = f"a {'whole ' if self.kind is int else ''}number from {low:.10g} to {high:.10g}"
+        if not fits:
+            raise ValueError(f"{self.label} is {value!r:.60}; expected {wanted}")
+        return value
 
 
 class Panel:
@@ -52,7 +72,7 @@ class Panel:
     ) -> None:
         self.knobs, self.title = dict(knobs), title
         self.static = static or importlib.util.find_spec("ipywidgets") is None
-        self._draw, self._handles, self._widgets = draw, [], {}
+        self._draw, self._handles, self._widgets, self._setting = draw, [], {}, False
         self.picture = self._render()
 
     @property
@@ -60,14 +80,26 @@ class Panel:
         return {name: knob.value for name, knob in self.knobs.items()}
 
     def set(self, name: str, value: Any) -> None:
-        """Change a knob, here and in the widget, and draw; an unknown name raises ``ValueError``."""
+        """Change a knob, here and in the widget, and draw; an unknown name raises ``ValueError``.
+
+        A value that the knob cannot take leaves it as it was, and the picture says why.
+        """
         if name not in self.knobs:
             raise ValueError(f"the panel has no control {name!r}; it has {', '.join(self.knobs)}")
-        if name in self._widgets and self._widgets[name].value != value:
-            self._widgets[name].value = value  # its observer comes back here
+        if self._setting:  # a widget reports what it was just given
             return
-        self.knobs[name].value = value
-        self.picture = self._render()
+        knob, widget = self.knobs[name], self._widgets.get(name)
+        try:
+            knob.value = knob.accepted(value)
+            self.picture = self._render()
+        except ValueError as error:
+            self.picture = _not_drawn(error)
+        if widget is not None:
+            self._setting = True
+            try:
+                widget.value = _held(knob)
+            finally:
+                self._setting = False
         for handle in self._handles:
             handle.update(self.picture)
 
@@ -75,8 +107,7 @@ class Panel:
         try:
             return show(self._draw(self.values), alt=self.title)
         except Exception as error:  # a value may be one that the picture cannot show
-            said = " ".join(str(error).split()) or type(error).__name__
-            return show(part(f'<p class="bad">Not drawn: {esc(said)}</p>'))
+            return _not_drawn(error)
 
     # Showing it
 
@@ -128,6 +159,17 @@ class Panel:
         return w.VBox(rows)
 
 
+def _not_drawn(error: Exception) -> Html:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return show(part(f'<p class="bad">Not drawn: {esc(said)}</p>'))
+
+
+def _held(knob: Knob) -> Any:
+    """The value as its widget holds it: a text box holds text."""
+    boxed = not knob.choices and knob.kind is not bool and (knob.kind is str or knob.bounds is None)
+    return str(knob.value) if boxed else knob.value
+
+
 class _Optional:
     """A number that a tick box switches off; ``value`` is None then."""
 
@@ -170,7 +212,7 @@ def _widget(knob: Knob) -> tuple[Any, Any]:
     elif knob.kind is bool:
         made = w.Checkbox(bool(knob.value), indent=True, **look)
     elif knob.kind is str or knob.bounds is None:
-        made = w.Text(str(knob.value), continuous_update=False, **look)
+        made = w.Text(_held(knob), continuous_update=False, **look)
     else:
         low, high, step = knob.bounds
         whole = knob.kind is int
@@ -192,7 +234,7 @@ def _widget(knob: Knob) -> tuple[Any, Any]:
 def panel(
     config: Any,
     draw: Callable[[Any], Any],
-    names: Sequence[str] | Mapping[str, tuple],
+    names: str | Sequence[str] | Mapping[str, tuple],
     *,
     title: str = "",
     static: bool = False,
@@ -208,6 +250,7 @@ def panel(
         names: which settings; a mapping narrows the bounds: ``{"training.lr": (1e-5, 1e-3, 1e-5)}``.
         variable: what the config is called in the cell, for the line that says what to edit.
     """
+    names = [names] if isinstance(names, str) else names
     knobs = {name: _knob(config, name, names.get(name) if isinstance(names, Mapping) else None) for name in names}
     for name, knob in knobs.items():
         knob.edit = f"{variable}.{name} = {knob.value!r}"
@@ -215,7 +258,7 @@ def panel(
     def draw_config(values: dict[str, Any]) -> Any:
         for name, value in values.items():
             section, item = _field(config, name)
-            setattr(section, item.name, checked(section, item, value, name))
+            setattr(section, item.name, value)
         return draw(config)
 
     return Panel(knobs, draw_config, title=title, static=static)
@@ -239,7 +282,13 @@ def _knob(config: Any, name: str, bounds: tuple | None) -> Knob:
         raise ConfigError(f"{name} is a mapping; a panel has no control for it")
     if choices and optional:
         choices = (*choices, None)
-    if bounds is None and low is not None:
+    if bounds is not None:
+        inside = _is_range(bounds) and (low is None or low <= bounds[0] and bounds[1] <= high)
+        if kind not in (int, float) or not inside:
+            wanted = f"(low, high, step) of {allowed(section, item)}"
+            raise ConfigError(f"{name}: the bounds {bounds!r:.60} are not {wanted}")
+        slide = True
+    elif low is not None:
         bounds = (low, high, 1 if kind is int else (high - low) / 100)
         # a bound that only says what is allowed at all is no range to slide over
         slide = high - low <= (WIDEST if kind is int else 10)
@@ -248,7 +297,19 @@ def _knob(config: Any, name: str, bounds: tuple | None) -> Knob:
         slide = True
     label = item.name.replace("_", " ")
     said = f"{item.metadata['help']} ({allowed(section, item)})" if not slide else item.metadata["help"]
-    return Knob(label, getattr(section, item.name), kind, bounds, choices, optional, unit, said, slide=slide)
+    made = Knob(label, None, kind, bounds, choices, optional, unit, said, slide=slide)
+    made.read = lambda value: checked(section, item, value, name)
+    try:
+        made.value = made.accepted(getattr(section, item.name))
+    except ValueError as error:
+        raise ConfigError(f"{name} does not fit its control: {error}") from None
+    return made
+
+
+def _is_range(given: Any) -> bool:
+    """Whether it is (low, high, step, …) of finite numbers."""
+    numbers = isinstance(given, (tuple, list)) and all(isinstance(x, Real) and abs(x) < math.inf for x in given)
+    return numbers and len(given) > 2 and given[0] < given[1] and given[2] > 0
 
 
 def sliders(draw: Callable[..., Any], *, title: str = "", static: bool = False, **knobs: Any) -> Panel:
@@ -261,14 +322,14 @@ def sliders(draw: Callable[..., Any], *, title: str = "", static: bool = False, 
         label = name.replace("_", " ")
         if isinstance(given, bool):
             made[name] = Knob(label, given, bool)
-        elif isinstance(given, list) and given:
+        elif isinstance(given, list) and given and all(isinstance(x, (str, int, float)) for x in given):
             made[name] = Knob(label, given[0], type(given[0]), choices=tuple(given))
-        elif isinstance(given, tuple) and len(given) == 4 and given[0] <= given[3] <= given[1]:
-            kind = int if all(isinstance(x, int) for x in given) else float
+        elif isinstance(given, tuple) and len(given) == 4 and _is_range(given) and given[0] <= given[3] <= given[1]:
+            kind = int if all(isinstance(x, Integral) for x in given) else float
             made[name] = Knob(label, given[3], kind, given[:3])
         else:
             raise ValueError(
-                f"sliders: {name}={given!r} is not (min, max, step, value), a list of choices, True or False"
+                f"sliders: {name}={given!r:.80} is not (min, max, step, value), a list of choices, True or False"
             )
         made[name].edit = f"{name}={given!r}"
     return Panel(made, lambda values: draw(**values), title=title, static=static)

@@ -8,6 +8,7 @@ from typing import Any
 from agentr1_lite.mdp import Trajectory
 from agentr1_lite.views.credit import credit
 from agentr1_lite.views.theme import esc, part
+from agentr1_lite.views.tokens import flat, is_finite
 from agentr1_lite.views.trajectory import asked, heading, number, view_html
 
 _TITLES = ("rollout", "answer", "turns", "tokens", "stop reason", "reward", "advantage")
@@ -34,13 +35,16 @@ def group_html(
     group = list(trajectories)
     if not group:
         raise ValueError("group_html got no trajectory; give the rollouts of one question")
+    for what, given in (("advantages", advantages), ("quantities", quantities)):
+        if given is not None and len(given) != len(group):
+            raise ValueError(f"group_html: {len(given)} {what} for {len(group)} trajectories; give one each")
+    by = f"by {esc(name)}" if advantages is None and quantities is None else "as given"
     if quantities is None:
         quantities = [credit(t, name, group) for t in group]
     if advantages is None:
         advantages = [_of_rollout(t, q) for t, q in zip(group, quantities, strict=True)]
-    for what, given in (("advantages", advantages), ("quantities", quantities)):
-        if len(given) != len(group):
-            raise ValueError(f"group_html: {len(given)} {what} for {len(group)} trajectories; give one each")
+    from agentr1_lite.credit import zero_variance_share
+
     span = max((abs(a) for a in advantages), default=0.0) or 1.0
     rows = []
     for i, (t, a, q) in enumerate(zip(group, advantages, quantities, strict=True)):
@@ -49,11 +53,12 @@ def group_html(
         rows.append(f'<details class="roll"><summary>{cells}</summary>{inside}</details>')
     rewards = [t.total_reward for t in group]
     mean = sum(rewards) / len(rewards)
-    note = " · all earned the same: nothing to learn from" if max(rewards) == min(rewards) else ""
+    same = "all earned the same" if zero_variance_share(rewards, ["g"] * len(group)) else "every advantage is 0"
+    note = "" if any(advantages) else f" · {same}: nothing to learn from"
     head = (
         f"{heading(title)}"
         f'{asked(group[0])}<p class="note">{len(group)} rollouts · mean reward '
-        f"{number(mean)} · advantage by {esc(name)}{note}</p>"
+        f"{number(mean)} · advantage {by}{note}</p>"
     )
     titles = "".join(f'<span class="c{n}">{text}</span>' for n, text in enumerate(_TITLES))
     body = f'{head}<div class="rolls"><div class="titles">{titles}</div>{"".join(rows)}</div>'
@@ -63,7 +68,8 @@ def group_html(
 def _of_rollout(trajectory: Trajectory, quantities: Mapping[str, Any]) -> float:
     """The mean advantage of a rollout's action tokens: for a group estimator the number they share."""
     mask = [m for s in trajectory.segments for m in s.action_mask]
-    found = [a for a, m in zip(quantities.get("advantage", ()), mask, strict=False) if m]
+    given = flat(quantities.get("advantage", quantities.get("advantages", ()))) or ()
+    found = [a for a, m in zip(given, mask, strict=False) if m and is_finite(a)]
     return sum(found) / len(found) if found else 0.0
 
 

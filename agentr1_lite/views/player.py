@@ -19,7 +19,10 @@ from agentr1_lite.rollout import record_turns, start_episode
 from agentr1_lite.sampling import Sampling
 from agentr1_lite.views.theme import Html, esc, part, show
 
-HELP = "a number picks that token, go lets the policy finish its turn, undo takes back, other text is typed"
+HELP = (
+    "a number picks that token, go lets the policy finish its turn, other text is typed, undo takes one of these back, "
+    "undo 3 three, ? shows this line, quit leaves"
+)
 
 
 class Choice(NamedTuple):
@@ -60,6 +63,7 @@ class StepPlayer:
         self.policy, self.env, self.task, self.seed = policy, env, task, seed
         self._engine = LocalEngine(policy, sampling=Sampling(temperature), stop_strings=env.stop_strings, max_rows=1)
         self._refresh: Callable[[], None] | None = None
+        self._marks: list[int] = []  # how many steps there were before each action that undo takes back
         self._begin()
 
     def _begin(self) -> None:
@@ -84,27 +88,34 @@ class StepPlayer:
         """The policy's k likeliest next tokens; none after the end."""
         if self.done:
             return []
-        found = self._engine.top_choices(self._row, k)
-        return [Choice(token, self.policy.chat.decode([token]), probability) for token, probability in found]
+        size = len(self.policy.tokenizer)  # a model may have more rows than that: nothing can be read in them
+        spare = max(0, self.policy.causal.config.vocab_size - size)
+        found = [pair for pair in self._engine.top_choices(self._row, max(0, k) + spare) if pair[0] < size]
+        return [Choice(token, self.policy.chat.decode([token]), share) for token, share in found[: max(0, k)]]
 
     def choose(self, token: int) -> Step:
         """Take this token as the action ``a_t``, whatever the policy thinks of it."""
+        self._mark()
+        return self._force(token)
+
+    def _force(self, token: int) -> Step:
         self._must_go_on()
-        if not 0 <= int(token) < len(self.policy.tokenizer):
-            raise ValueError(f"token {token} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
+        if not hasattr(token, "__index__") or not 0 <= int(token) < len(self.policy.tokenizer):
+            raise ValueError(f"token {token!r:.60} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
         self._engine.force(self._row, int(token))
         return self._advance()
 
     def sample(self) -> Step:
         """Let the policy draw the next token."""
-        self._must_go_on()
+        self._mark()
         return self._advance()
 
     def finish_turn(self) -> list[Step]:
         """Let the policy draw until its turn is complete."""
-        taken = [self.sample()]
+        self._mark()
+        taken = [self._advance()]
         while not taken[-1].environmental:
-            taken.append(self.sample())
+            taken.append(self._advance())
         return taken
 
     def type_text(self, text: str, end: bool | None = None) -> list[Step]:
@@ -112,14 +123,14 @@ class StepPlayer:
 
         ``end`` adds the end of turn; None adds it where the text ends in a call's or an answer's closing tag.
         """
-        self._must_go_on()
+        self._mark()
         end = text.rstrip().endswith(self._closings()) if end is None else end
         ids = self.policy.chat.turn_ids(text)
         if not end and self.policy.chat.turn_end_id is not None:
             ids = ids[:-1]
         taken: list[Step] = []
         for token in ids:
-            taken.append(self.choose(token))
+            taken.append(self._force(token))
             if taken[-1].environmental:
                 break
         return taken
@@ -128,14 +139,24 @@ class StepPlayer:
         tools = {tool.name: tool.text_parameter for tool in self.env.tools}
         return tuple(tag.replace("<", "</", 1) for tag in ("<answer>", *self.env.format.open_tags(tools)))
 
-    def undo(self, count: int = 1) -> None:
-        """Take back the last actions: the episode is played again up to there, with the same seed."""
-        kept = [step.token for step in self.steps[: max(0, len(self.steps) - count)]]
+    def undo(self, count: int | None = None) -> None:
+        """Take back what was done last (a chosen token, a typed text, a finished turn), or ``count`` tokens.
+
+        The episode is played again up to there, with the same seed.
+        """
+        end = len(self.steps)
+        end = max(0, end - count) if count is not None else max((m for m in self._marks if m < end), default=0)
+        kept = [step.token for step in self.steps[:end]]
+        self._marks = [mark for mark in self._marks if mark < end]
         if self._row is not None:
             self._engine.close(self._row)
         self._begin()
         for token in kept:
-            self.choose(token)
+            self._force(token)
+
+    def _mark(self) -> None:
+        self._must_go_on()
+        self._marks.append(len(self.steps))
 
     def _must_go_on(self) -> None:
         if self.done:
@@ -271,17 +292,23 @@ def _bar(number: int, choice: Choice) -> str:
 
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
-    """Play in a terminal: each line is a number of a choice, ``go``, ``undo`` or text to type."""
+    """Play in a terminal: each line is a number of a choice, ``go``, ``undo``, ``undo 3``, ``?`` or text to type."""
     say(HELP)
     say(_offer(player, k))
     for line in lines:
         offered, before = player.choices(k), len(player.steps)
-        if line.lower() == "undo":
-            player.undo()
+        word, _, count = line.lower().partition(" ")
+        if line == "?":
+            say(HELP)
+        elif word == "undo" and (not count or count.strip().isdecimal()):
+            for _ in range(min(int(count or 1), before)):
+                player.undo()
         elif line.lower() == "go":
             player.finish_turn()
         elif line.isdecimal() and 1 <= int(line) <= len(offered):
             player.choose(offered[int(line) - 1].token)
+        elif line.removeprefix("-").isdecimal():
+            say(f"{line} is no choice; the numbers go from 1 to {len(offered)}")
         else:
             player.type_text(line.replace("\\n", "\n"))
         for step in player.steps[before:]:

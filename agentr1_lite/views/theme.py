@@ -97,15 +97,17 @@ def style() -> str:
     return f"<style>{palette}{asset('views.css')}</style>"
 
 
-def part(body: str, *, kind: str = "", script: bool = False, label: str = "") -> str:
+def part(body: str, *, kind: str = "", script: bool = False, label: str = "", id: str | None = None) -> str:
     """A self-contained piece of a page around ``body``: style, and the viewer's script where it is wanted.
 
     ``kind`` names further CSS classes, ``label`` (plain text) is what a screen reader announces.
     """
     spoken = f' role="group" aria-label="{esc(label)}"' if label else ""
     code = f"<script>{asset('views.js')}</script>" if script else ""
+    named = f' id="{esc(id)}"' if id else ""
     # JupyterLab would take the arrow keys for its own commands
-    return f'<div class="{f"ar1 {kind}".strip()}"{spoken} data-lm-suppress-shortcuts="true">{style()}{body}{code}</div>'
+    head = f'<div class="{f"ar1 {kind}".strip()}"{spoken}{named} data-lm-suppress-shortcuts="true">'
+    return f"{head}{style()}{body}{code}</div>"
 
 
 def series(i: int) -> str:

@@ -16,12 +16,16 @@ from agentr1_lite.views.tokens import ALIASES, BYTES, SOURCES, TokenTable, as_tr
 
 
 class Quantity(NamedTuple):
-    """How a number is named and drawn: ``signed`` around ``centre``, ``size`` from 0, ``source`` by name."""
+    """How a number is named and drawn: ``signed`` around ``centre``, ``size`` from 0, ``source`` by name.
+
+    The full colour stands for at least ``floor``, so that numbers next to nothing stay pale.
+    """
 
     label: str
     unit: str = ""
     kind: str = ""  # "": signed if there is a negative value, else size
     centre: float = 0.0
+    floor: float = 0.0
 
 
 QUANTITIES: dict[str, Quantity] = {
@@ -32,14 +36,14 @@ QUANTITIES: dict[str, Quantity] = {
     "return": Quantity("return", kind="signed"),
     "advantage": Quantity("advantage", kind="signed"),
     "loss": Quantity("loss contribution", kind="signed"),
-    "sampled_logprob": Quantity("log-prob when sampled", "nats", "size"),
-    "old_logprob": Quantity("log-prob before the update", "nats", "size"),
-    "logprob": Quantity("log-prob now", "nats", "size"),
-    "ref_logprob": Quantity("log-prob of the reference", "nats", "size"),
+    "sampled_logprob": Quantity("log-prob when sampled", "nats", "size", floor=1.0),
+    "old_logprob": Quantity("log-prob before the update", "nats", "size", floor=1.0),
+    "logprob": Quantity("log-prob now", "nats", "size", floor=1.0),
+    "ref_logprob": Quantity("log-prob of the reference", "nats", "size", floor=1.0),
     "ratio": Quantity("ratio", kind="signed", centre=1.0),
-    "kl": Quantity("KL to the reference", "nats"),
+    "kl": Quantity("KL to the reference", "nats", floor=0.1),
     "value": Quantity("value", kind="signed"),
-    "entropy": Quantity("entropy", "nats", "size"),
+    "entropy": Quantity("entropy", "nats", "size", floor=1.0),
 }
 
 
@@ -60,7 +64,7 @@ class Scale(NamedTuple):
         q = QUANTITIES.get(name, Quantity(name.replace("_", " ")))
         low, high = min(values, default=0.0), max(values, default=0.0)
         kind = q.kind or ("signed" if low < 0 else "size")
-        span = max(abs(low - q.centre), abs(high - q.centre)) or 1.0
+        span = max(abs(low - q.centre), abs(high - q.centre), q.floor) or 1.0
         return cls(name, q.label, q.unit, kind, q.centre, span, low, high)
 
     def look(self, value: float | None) -> tuple[str, float]:
@@ -80,7 +84,7 @@ class Scale(NamedTuple):
             return '<span class="t z" style="--m:1">1</span> in the mask, <span class="t">0</span> outside it'
         if self.kind == "size":
             negative = self.low < 0
-            end = self.low if negative else self.high
+            end = -self.span if negative else self.span
             says = " (likely) … unlikely" if negative else ""
             return f'0{says}<i class="bar size"></i>{number(end)}{unit}'
         low, high = self.centre - self.span, self.centre + self.span
@@ -200,13 +204,17 @@ def labels(table: TokenTable, start: int, end: int, kind: TurnKind) -> list[str]
 
 
 def block(
-    sheet: Sheet, trajectory: Trajectory, table: TokenTable, span: tuple[int, int], marked: Collection[int] = ()
+    sheet: Sheet,
+    trajectory: Trajectory,
+    table: TokenTable,
+    place: tuple[int, int, int, int],
+    marked: Collection[int] = (),
 ) -> str:
-    """HTML of one of `TokenTable.turns`: a turn with the reply to it, or a segment's prompt."""
-    index = table.turn[span[0]]
+    """HTML of one of `TokenTable.blocks`: a turn with the reply to it, or a segment's prompt."""
+    _, index, start, end = place
     if index < 0:
-        return _prompt(sheet, table, *span, marked, len(trajectory.segments))
-    return _turn(sheet, trajectory.turns[index], index, table, *span, marked)
+        return _prompt(sheet, table, start, end, marked, len(trajectory.segments))
+    return _turn(sheet, trajectory.turns[index], index, table, start, end, marked)
 
 
 def _row(kind: str, label: str, body: str) -> str:
@@ -236,7 +244,7 @@ def _turn(
         for c, d in runs(parts):
             kind = "agent" + " forged" * (parts[c] == "forged reply")
             rows.append(_row(kind, parts[c], sheet.tokens(table, start + a + c, start + a + d, marked)))
-    if turn.text and (not table.has_text or any(map(BYTES.fullmatch, table.pieces[start:end]))):
+    if turn.text and (not acted or not table.has_text or any(map(BYTES.fullmatch, table.pieces[start:end]))):
         rows.insert(0, _row("agent words", "as text", esc(turn.text)))
     if turn.observation and turn.observation_end == turn.observation_start:
         rows.append(_row("reply words", "reply", esc(turn.observation)))
@@ -279,7 +287,7 @@ def view_html(
     """The viewer without its frame: for pages that hold several."""
     table = token_table(trajectory, tokenizer, quantities)
     sheet = Sheet([table], color_by)
-    body = "".join(block(sheet, trajectory, table, span) for span in table.turns())
+    body = "".join(block(sheet, trajectory, table, place) for place in table.blocks())
     head = heading(title) + facts(trajectory)
     return sheet.close(body or '<p class="note">This trajectory holds no token.</p>', head=head)
 
@@ -304,10 +312,9 @@ def trajectory_html(
     Raises:
         ValueError: naming field and place where the trajectory or a quantity is inconsistent.
     """
-    trajectory = as_trajectory(trajectory, index)
+    trajectory = as_trajectory(trajectory, index, tokenizer)
     body = view_html(trajectory, color_by, tokenizer, quantities, title)
-    html = part(body, script=True, label=title or f"Trajectory: {trajectory.question}")
-    return html.replace(" data-lm", f' id="{esc(id)}" data-lm', 1) if id else html
+    return part(body, script=True, label=title or f"Trajectory: {trajectory.question}", id=id)
 
 
 def show_trajectory(trajectory: Any, color_by: str = "advantage", **options: Any) -> Html:
