@@ -267,11 +267,16 @@ ALL = exercises()
 
 
 def headings(lesson: int) -> str:
-    found = list(NOTEBOOKS.glob(f"{lesson:02d}_*.py"))
-    if not found:
-        pytest.skip(f"notebooks/{lesson:02d}_*.py does not exist")
-    lines = found[0].read_text(encoding="utf-8").splitlines()
+    (source,) = NOTEBOOKS.glob(f"{lesson:02d}_*.py")
+    lines = source.read_text(encoding="utf-8").splitlines()
     return "\n".join(line.lstrip("# ") for line in lines if line.startswith("# #"))
+
+
+@pytest.mark.parametrize("task", ALL, ids=lambda task: task.name)
+@pytest.mark.parametrize("wrong_type", [object(), "text"], ids=["object", "text"])
+def test_the_open_gap_and_a_wrong_type_get_their_own_sentence(task, wrong_type):
+    assert check(task.name, lambda *x: ...).kind == "gap"
+    assert check(task.name, lambda *x: wrong_type).kind == "form"
 
 
 @pytest.mark.parametrize("task", ALL, ids=lambda task: task.name)

@@ -120,12 +120,6 @@ def test_wrong_in_a_typical_way(name, answer, words):
     assert (verdict.kind, words in verdict.text) == ("mistake", True), str(verdict)
 
 
-@pytest.mark.parametrize("name", ["returns_to_go", "group_advantage", "potential_shaping"])
-def test_the_open_gap_and_a_wrong_type_get_their_own_sentence(name):
-    assert check(name, lambda *x: ...).kind == "gap"
-    assert check(name, lambda *x: "advantage").kind == "form"
-
-
 def test_a_tight_group_is_not_an_equal_one():
     def flat(returns, group_ids):
         out = by_hand(returns, group_ids)
