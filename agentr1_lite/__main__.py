@@ -1,4 +1,4 @@
-"""The command line: ``python -m agentr1_lite train | evaluate | chat | play | data | doctor | report``.
+"""The command line: ``python -m agentr1_lite train | evaluate | chat | plan | play | merge | data | doctor | report``.
 
 Exit codes: 0 done, 1 a check failed, 2 wrong input (one sentence on standard error), 130 stopped by Ctrl-C.
 """
@@ -78,6 +78,7 @@ def evaluate(args: argparse.Namespace) -> int:
         raise ValueError(f"--baseline {args.baseline!r} is unknown; choose one of {', '.join(evaluation.BASELINES)}")
     policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
     options = {"seed": config.evaluation.seed, "temperature": config.evaluation.temperature}
+    options["max_batch"] = config.training.max_rows
     if args.baseline:
         report = evaluation.run_baseline(args.baseline, policy, task_set, **options)
     else:
@@ -122,6 +123,32 @@ def chat(args: argparse.Namespace) -> int:
                 print(f"world> {turn.observation}")
         print(f"[{trajectory.stop_reason.value}] answer: {trajectory.answer}")
     return 0
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="YAML file, recipe or model (default: qwen2.5-3b)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over it")
+    parser.add_argument("--gpu", type=float, metavar="GIB", help="memory of a GPU that need not be here")
+    parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="longest prompt (default: 512)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+@command(_plan_arguments)
+def plan(args: argparse.Namespace) -> int:
+    """Say whether a run fits into memory, by phase, and what to change if not; nothing is loaded."""
+    import json
+
+    from agentr1_lite import planner
+
+    name, overrides = args.config or "qwen2.5-3b", args.overrides
+    if "=" in name and not Path(name).exists():
+        name, overrides = "qwen2.5-3b", [name, *overrides]
+    made = planner.plan_for(planner.config_of(name, overrides), args.gpu, prompt_tokens=args.prompt)
+    if args.json:
+        print(json.dumps(made.to_dict()))
+    else:
+        print(made.table(), *made.sentences(), sep="\n")
+    return int(not made.fits)
 
 
 def _play_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,6 +229,28 @@ def doctor(args: argparse.Namespace) -> int:
     for finding in findings:
         print(finding)
     return int(any(finding.level == "fail" for finding in findings))
+
+
+def _merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", help="run folder, or the folder of a saved policy")
+    parser.add_argument("--output", required=True, help="folder to write the plain model to")
+    parser.add_argument("--dtype", default="auto", help="float16, bfloat16 or float32 (default: that of the base)")
+
+
+@command(_merge_arguments)
+def merge(args: argparse.Namespace) -> int:
+    """Add a policy's adapter to its base and write a plain model that any program loads."""
+    from agentr1_lite.config import load_config
+    from agentr1_lite.loading import DTYPES
+    from agentr1_lite.policy import QwenPolicy
+
+    if args.dtype not in ("auto", *DTYPES):
+        raise ValueError(f"--dtype {args.dtype!r} is not known; use auto or one of {', '.join(DTYPES)}")
+    folder, began_with = Path(args.run), Path(args.run, "config.yaml")
+    quantization = load_config(began_with).model.quantization if began_with.exists() else None
+    policy = QwenPolicy(folder / "policy" if began_with.exists() else folder, quantization=quantization)
+    print(policy.merge(args.output, dtype=DTYPES.get(args.dtype)))
+    return 0
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "agentr1_slots"
 LAZY_BYTES = 2**31  # address space reserved on a CPU, where untouched pages cost nothing
-FIRST_SLOTS = 512  # allocated at first elsewhere
+FIRST_SLOTS = 512  # allocated at first elsewhere, where nothing says how long rows will be
 ODD_SLOTS = 8  # rows at distances of a power of two would compete for the same cache lines
 
 
@@ -58,7 +58,7 @@ class SlotCache(Cache):
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         slot_bytes = config.num_hidden_layers * 2 * rows * heads * dim * dtype.itemsize
-        capacity = min(slots, LAZY_BYTES // slot_bytes if device.type == "cpu" else FIRST_SLOTS)
+        capacity = min(slots, LAZY_BYTES // slot_bytes) if device.type == "cpu" else slots
         capacity = max(capacity, 1) + ODD_SLOTS
         self.storage = lazy_zeros((config.num_hidden_layers, 2, rows, heads, capacity, dim), dtype, device)
         self.closed = torch.finfo(dtype).min

@@ -35,6 +35,8 @@ LESSONS = {
 # |log ratio| between sampler and trainer on the same weights: rounding alone. bfloat16 keeps 8 bits, so logits of
 # size 20 are off by up to 0.08; a base in 4 bits is multiplied by other kernels when few rows are decoded.
 RATIO_BOUNDS = {"float32": 1e-4, "float16": 0.05, "bfloat16": 0.3, "nf4": 0.5}
+# Mean |log-prob difference| of another engine, whose kernels add up in another order.
+ENGINE_BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.05, "nf4": 0.1}
 CUTS = {
     StopReason.LENGTH: "environment.max_turn_tokens or max_response_tokens",
     StopReason.MAX_TURNS: "environment.max_turns",
@@ -151,6 +153,19 @@ def first_ratio(case: Case) -> Verdict:
     return "ok", f"on the first pass every log-ratio is within {bound:g} of 0 (largest {found:.1g})"
 
 
+@check(lesson=8)
+def engine_difference(case: Case) -> Verdict:
+    """Another engine's log-probs against the trainer's on the same weights; `first_ratio` compares the trainer's."""
+    mean, most = (case.metrics.get(f"engine_difference_{name}") for name in ("mean", "max"))
+    if mean is None:
+        return None
+    bound = ratio_bound(case.policy, ENGINE_BOUNDS)
+    said = f"engine and trainer differ by {mean:.2g} in a log-prob on average, by {most:.2g} at most"
+    if not mean <= bound:
+        return "warn", f"{said} (bound {bound:g} on average); give both one dtype, and keep training.importance_cap on"
+    return "ok", said
+
+
 @check(lesson=5)
 def observation_gradients(case: Case) -> Verdict:
     if case.gradients is None:
@@ -193,13 +208,13 @@ def _count(ids: Iterable[int], wanted: set[int]) -> int:
     return sum(i in wanted for i in ids)
 
 
-def ratio_bound(policy: Any) -> float:
-    """`RATIO_BOUNDS` for the policy's number type."""
+def ratio_bound(policy: Any, bounds: Mapping[str, float] = RATIO_BOUNDS) -> float:
+    """The one of ``bounds`` for the policy's number type."""
     model = getattr(policy, "causal", None)
     if model is None:
-        return RATIO_BOUNDS["float32"]
-    kind = "nf4" if getattr(model, "is_loaded_in_4bit", False) else str(model.dtype).removeprefix("torch.")
-    return RATIO_BOUNDS.get(kind, RATIO_BOUNDS["float32"])
+        return bounds["float32"]
+    kind = "nf4" if policy.quantized else str(model.dtype).removeprefix("torch.")
+    return bounds.get(kind, bounds["float32"])
 
 
 def sampled_mask(batch: Batch, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -300,7 +315,12 @@ def invented_replies(case: Case) -> Verdict:
 
 @check(lesson=5)
 def finite(case: Case) -> Verdict:
-    bad = [name for name, x in case.metrics.items() if isinstance(x, float) and not math.isfinite(x)]
+    scaled = case.metrics.get("loss_scale", 1.0) != 1.0  # then a gradient may overflow: its step is left out
+    bad = [
+        name
+        for name, x in case.metrics.items()
+        if isinstance(x, float) and not math.isfinite(x) and not (scaled and name.endswith("grad_norm"))
+    ]
     if bad:
         return "fail", f"{', '.join(bad)} is not a number; lower training.lr and look at the step before"
     if case.policy is not None:

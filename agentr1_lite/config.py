@@ -29,6 +29,8 @@ ALGORITHMS = (
     "ReMax",
     "GiGPO",
 )
+OPTIMIZERS = ("auto", "adamw", "paged_adamw_8bit")
+ENGINES = ("local", "vllm")
 AGGREGATIONS = (
     "token-mean",
     "token-sum",
@@ -90,6 +92,9 @@ class TrainingConfig:
     group_size: int = knob(8, "Rollouts of each question.", min=1, max=256, unit="rollouts")
     lr: float = knob(5e-4, "Learning rate of the policy.", min=0, max=0.1)
     critic_lr: float = knob(1e-3, "Learning rate of the critic (PPO).", min=0, max=0.1)
+    optimizer: str = knob(
+        "auto", "AdamW, or its paged 8-bit form; auto takes that under a 4-bit base on a GPU.", choices=OPTIMIZERS
+    )
     weight_decay: float = knob(0.0, "Weight decay of AdamW.", min=0, max=1)
     warmup_steps: int = knob(0, "Steps over which the learning rate rises.", min=0, max=10000, unit="steps")
     critic_warmup: int = knob(5, "Steps that train the critic alone.", min=0, max=1000, unit="steps")
@@ -120,10 +125,16 @@ class TrainingConfig:
     grad_clip: float = knob(1.0, "Largest gradient norm.", min=0, max=1000)
     updates_per_batch: int = knob(1, "Passes over the rollouts of a step.", min=1, max=64, unit="passes")
     mini_batches: int = knob(1, "Optimiser steps in one such pass.", min=1, max=64, unit="steps")
+    max_rows: int = knob(256, "Episodes decoded at once; bounds the memory of their cache.", min=1, max=4096)
     micro_batch_tokens: int = knob(16384, "Tokens in one forward pass.", min=64, max=4194304, unit="tokens")
     loss_mask: bool = knob(True, "Train on the policy's own tokens alone; off shows what a wrong mask does.")
     advantage_mask: bool = knob(True, "Estimate over the policy's own tokens alone; off shows the difference.")
     resample_zero_variance: bool = knob(False, "Draw new questions where every rollout earned the same.")
+    engine: str = knob("local", "What samples the rollouts; vllm needs the extra of that name.", choices=ENGINES)
+    engine_memory: float = knob(0.4, "Share of the GPU's memory that vLLM takes.", min=0.05, max=0.95)
+    importance_cap: float | None = knob(
+        2.0, "Cap of the weights that correct vLLM's log-probs; none switches them off.", min=1, max=1000
+    )
     seed: int = knob(0, "Seed of weights, questions and samples.", min=0, max=2**31 - 1)
 
 

@@ -14,7 +14,7 @@ from agentr1_lite.views.theme import Html, esc, part, show
 
 @dataclass(frozen=True)
 class Rung:
-    """A policy of the ladder: what it needs (GiB of memory, of GPU memory) and for what it is good.
+    """A policy of the ladder: what it needs (GiB of memory, of GPU memory by the plan of its recipe), what it is for.
 
     ``time`` is an estimate of a first useful run, not a measurement of this machine.
     """
@@ -29,9 +29,9 @@ class Rung:
 LADDER = (
     Rung("atlas-tiny", "shipped, 1 M parameters: lessons, demo, tests", 2, 0, "minutes on two cores"),
     Rung("smollm2-135m", "a real pretrained model without a GPU", 10, 0, "an hour or more on a CPU"),
-    Rung("qwen2.5-0.5b", "a step up", 8, 8, "an hour on a GPU"),
-    Rung("qwen2.5-1.5b", "a step up", 12, 8, "hours on a GPU"),
-    Rung("qwen2.5-3b", "the headline recipe: 4 bits and LoRA", 12, 15, "several hours on a GPU"),
+    Rung("qwen2.5-0.5b", "a step up", 8, 4, "an hour on a GPU"),
+    Rung("qwen2.5-1.5b", "a step up", 12, 6, "hours on a GPU"),
+    Rung("qwen2.5-3b", "the headline recipe: 4 bits and LoRA", 12, 8, "several hours on a GPU"),
 )
 # number: (file, title, what the learner ends with)
 LESSONS = {

@@ -23,7 +23,7 @@ __all__ = ["CHECKS", "LESSONS", "Case", "Doctor", "Finding", "Gradients", "exami
 __all__ += ["observation_gradient", "sampled_mask", "self_test", "zero_variance_share"]
 
 STACK = {"torch": "2.6", "transformers": "5.0", "peft": "0.18", "trl": "1.14", "accelerate": "1.10", "bm25s": "0.3"}
-STACK |= {"datasets": "4.7", "matplotlib": "3.10", "pandas": "2.2"}
+STACK |= {"bitsandbytes": "0.49", "datasets": "4.7", "matplotlib": "3.10", "pandas": "2.2"}
 SHIPPED = ("atlas-tiny", "atlas-agent", "demonstrations.jsonl", "offline_logs.json")
 
 

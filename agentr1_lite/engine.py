@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentr1_lite.cache import SlotCache, shared_attention
+from agentr1_lite.cache import FIRST_SLOTS, SlotCache, shared_attention
 from agentr1_lite.forward import run_backbone
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.sampling import Sampling, stop_candidates, uniforms
@@ -69,7 +69,8 @@ class LocalEngine:
         sampling: how tokens are chosen.
         stop_strings: texts of the environment that end a turn.
         max_rows: rows that can be open at once.
-        slots: tokens a row gets room for, the model's context if not given (``SlotCache``); grows when needed.
+        slots: tokens a row gets room for (``SlotCache``), grows when needed; if not given, the model's context on a
+            CPU, where untouched room costs nothing, and a few hundred elsewhere.
         handover: share of the rows in play whose turns must have ended before the environment gets them;
             higher means fewer and larger batches of calls, for slow tools.
     """
@@ -91,7 +92,7 @@ class LocalEngine:
         self._backbone, self._head = causal.base_model, causal.get_output_embeddings()
         self._shares = causal.config._attn_implementation == "sdpa"
         with torch.inference_mode():
-            slots = slots or policy.context_length
+            slots = slots or (policy.context_length if policy.device.type == "cpu" else FIRST_SLOTS)
             self._cache = SlotCache(causal.config, max_rows, slots, dtype=causal.dtype, device=policy.device)
         vocabulary = self._head.weight.shape[0]
         self._ends = np.zeros(vocabulary, dtype=bool)
@@ -338,7 +339,14 @@ class LocalEngine:
         for i in [i for i, row in enumerate(rows.tolist()) if row in self.forced] if self.forced else ():
             ids[i] = self.forced.pop(int(rows[i]))
             logprobs[i] = (logits[i] / self.sampling.temperature).log_softmax(dim=-1)[ids[i]]
-        return ids.cpu().numpy(), logprobs.cpu().numpy()
+        found = logprobs.cpu().numpy()
+        if np.isnan(found).any():
+            kind = str(self.policy.causal.dtype).removeprefix("torch.")
+            raise ValueError(
+                f"the policy's logits are not numbers in {kind}; choose another model.dtype (float16 overflows first), "
+                "or go back to a checkpoint before its weights broke"
+            )
+        return ids.cpu().numpy(), found
 
     def _holds_stop_string(self, row: int) -> bool:
         """Whether the row's turn, which had none before its last token, now holds a stop string."""

@@ -21,6 +21,7 @@ import numpy as np
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.jsonl import DataError, read_text, write_text
 from agentr1_lite.mdp import Task, Trajectory
+from agentr1_lite.rewards import Episode
 from agentr1_lite.rollout import rollout
 from agentr1_lite.scoring import (
     bootstrap_interval,
@@ -166,7 +167,7 @@ def _with_interval(mean: float, interval: tuple[float, float]) -> str:
     return f"{mean:.3f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
-def _recall(task: Task, trajectory: Trajectory) -> float | None:
+def _recall(task: Task, trajectory: Trajectory | Episode) -> float | None:
     if not task.evidence:
         return None
     results = [result for turn in trajectory.turns for result in turn.results]
@@ -353,22 +354,21 @@ def scripted_expert(
     benchmark: str | None = None,
     **_: Any,
 ) -> Report:
-    """A script that knows the chain of facts but must find each by searching: the ceiling that retrieval sets."""
-    from agentr1_lite.tasks.scripted import record
+    """A script that knows what must be found but has to search for it: the ceiling that retrieval sets.
+
+    See ``tasks/experts.py``; raises ``ValueError`` on a task that no script can play.
+    """
+    from agentr1_lite.tasks.experts import expert, play_out
 
     tasks = list(task_set.tasks if tasks is None else tasks)
-    if missing := next((task.id for task in tasks if "chain" not in task.info), None):
-        raise ValueError(
-            f"scripted_expert: task {missing!r} has no info['chain']; only Atlas questions can be scripted"
-        )
     benchmark, start = benchmark or task_set.env.benchmark, time.perf_counter()
+    scripts = [expert(task, task_set.env, seed) for task in tasks]
     rows = []
-    for task in tasks:
-        log = record(task_set.env, task, "expert", seed)
-        spoken = [m for m in log["messages"] if m["role"] == "assistant"]
-        calls = sum("<tool_call>" in message["content"] for message in spoken)
-        effort = {"turns": len(spoken), "tool_calls": calls, "action_tokens": None, "recall": None}
-        found = {"seed": seed, "reward": log["reward"], "stop_reason": log["stop_reason"], **effort}
-        rows.append(_row(task, log["answer"], benchmark, **found))
+    for task, script in zip(tasks, scripts, strict=True):
+        episode, reward = play_out(task_set.env, task, script, seed)
+        calls = sum(len(turn.calls) for turn in episode.turns)
+        effort = {"turns": len(episode.turns), "tool_calls": calls, "action_tokens": None}
+        found = {"seed": seed, "reward": reward, "stop_reason": episode.stop_reason.value, **effort}
+        rows.append(_row(task, episode.answer, benchmark, recall=_recall(task, episode), **found))
     settings = _settings(None, task_set, 0.0, seed)
     return Report("scripted_expert", rows, benchmark, settings, time.perf_counter() - start)

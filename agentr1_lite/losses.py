@@ -151,6 +151,7 @@ def policy_loss(
     aggregation: str = "token-mean",
     normalizer: float | Tensor | None = None,
     max_length: int | None = None,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Stats]:
     """The loss of one micro-batch and its statistics.
 
@@ -159,6 +160,7 @@ def policy_loss(
         clip_low, clip_high, dual_clip, ratio_cap: see `clipped_surrogate` and `clipped_weight`.
         ratio: "token" or "sequence", see `policy_ratio`. kind: a key of `KINDS`.
         aggregation, normalizer, max_length: see `normalizer_for` and `aggregate`.
+        weights: (B, T), times each token's loss; no gradient; see `agentr1_lite.importance`.
 
     Returns:
         loss (scalar) and 0-dim tensors without gradient, means over M: clip_fraction, dual_clip_fraction,
@@ -175,6 +177,8 @@ def policy_loss(
     advantages = on_mask(advantages, mask, "advantages").detach()
     bounds = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip, "ratio_cap": ratio_cap}
     matrix, clipped, dual = KINDS[kind](rho, logprobs, advantages, **bounds)
+    if weights is not None:
+        matrix = matrix * on_mask(weights, mask, "weights").detach()
     loss = aggregate(matrix, mask, aggregation, normalizer, max_length)
     picked = rho.detach()[mask] if mask.any() else torch.ones_like(rho[:1, 0])
     return loss, {

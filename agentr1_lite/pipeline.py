@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite import evaluation
+from agentr1_lite import evaluation, guards
 from agentr1_lite.checkpoint import has_checkpoint
 from agentr1_lite.config import Config, ConfigError, reward_spec
 from agentr1_lite.jsonl import write_text
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.runlog import holds_run, remove_run
 from agentr1_lite.tasks import TaskSet, accepted_knobs, load_task
+from agentr1_lite.tasks.experts import EXPERTS
 from agentr1_lite.tasks.scripted import load_logs
 from agentr1_lite.trainer import AgentR1Trainer
 from agentr1_lite.versions import versions
@@ -28,6 +31,7 @@ Phase = tuple[str, Callable[[], Any]]
 
 def make_policy(config: Config, device: Any = None) -> QwenPolicy:
     """The policy that ``config.model`` names, on ``device`` where the configuration leaves it open."""
+    guards.refuse(config)
     model = config.model
     device = device if device is not None and model.device == "auto" else model.device
     try:
@@ -84,6 +88,9 @@ def train(
     another run and neither ``resume`` nor ``fresh`` says what to do.
     """
     folder, started = Path(config.run.output), time.perf_counter()
+    guards.refuse(config)
+    for sentence in [*guards.memory(config), *guards.advice(config)]:
+        warnings.warn(sentence, stacklevel=2)
     _check_folder(folder, resume, fresh)
     accelerator = accelerator or _processes()
     leads = accelerator is None or accelerator.is_main_process
@@ -104,7 +111,7 @@ def train(
             say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
 
     def score(name: str, now: bool) -> None:
-        options = {"name": name, "temperature": config.evaluation.temperature}
+        options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
         look(name, lambda **seed: evaluation.evaluate(policy, test_set, **options, **seed), now)
 
     if config.evaluation.every:
@@ -113,8 +120,10 @@ def train(
         remove_run(folder)
     trainer.resume() if resume else trainer.open()
     seconds = {"setup": time.perf_counter() - started}
+    rows = {"max_batch": config.training.max_rows}
     for name in baselines(test_set):
-        look(name, lambda name=name, **seed: evaluation.run_baseline(name, policy, test_set, **seed), not trainer.count)
+        measure = partial(evaluation.run_baseline, name, policy, test_set, **rows)
+        look(name, measure, not trainer.count)
     score("base", not trainer.count)
     for phase, work in plan:
         work()
@@ -158,8 +167,8 @@ def phases(config: Config, trainer: AgentR1Trainer, task_set: TaskSet, data: dic
 
 
 def baselines(task_set: TaskSet) -> list[str]:
-    """Those of `BASELINES` that the task can be measured by: with passages, and with known chains of facts."""
-    scripted = all("chain" in task.info for task in task_set.tasks)
+    """Those of `BASELINES` that the task can be measured by: with passages, and with questions an expert can play."""
+    scripted = all(any(fits(task) for fits, _ in EXPERTS) for task in task_set.tasks)
     return [name for name in BASELINES if task_set.index is not None and (scripted or name != "scripted_expert")]
 
 
@@ -175,6 +184,7 @@ class Evaluations:
         if phase != "online" or not wanted.every or step % wanted.every or not (share is None or share.is_main_process):
             return
         options = {"temperature": wanted.temperature, "seed": wanted.seed}
+        options["max_batch"] = trainer.config.training.max_rows
         report = evaluation.evaluate(trainer.policy, self.task_set, **options)
         low, high = report.interval()
         row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +124,12 @@ class QwenPolicy:
         self.model: nn.Module = self._add_lora(lora_rank, lora_alpha) if lora_rank else model
         self._checkpoint_layers(model)
         self.model.requires_grad_(True) if not lora_rank else None
-        self.eval()
+        self.model.eval()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base is stored in 4 bits."""
+        return bool(getattr(self.causal, "is_loaded_in_4bit", False))
 
     @property
     def device(self) -> torch.device:
@@ -137,7 +143,8 @@ class QwenPolicy:
         self._lora = LoraConfig(
             r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
         )
-        with self._seeded():
+        with self._seeded(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is on its way out
             return get_peft_model(self.causal, self._lora, adapter_name="actor")
 
     def _add_adapter(self, name: str) -> None:
@@ -247,13 +254,22 @@ class QwenPolicy:
     @contextlib.contextmanager
     def inference(self) -> Iterator[PreTrainedModel]:
         """The actor as rollouts use it: no gradient, no checkpointing."""
-        was_training = self.causal.training
-        self.causal.eval()
+        with torch.inference_mode(), self._using("actor"):
+            yield self.causal
+
+    @contextlib.contextmanager
+    def _recomputing(self, module: nn.Module, grad: bool) -> Iterator[bool]:
+        """Whether layers of this pass are recomputed in its backward: those of big models where there will be one.
+
+        The mode counts when a layer is called; dropout is off in both, and a rollout never runs in it
+        (checkpointing would drop its cache, transformers#36051).
+        """
+        wanted = self.gradient_checkpointing and grad
+        module.train(wanted)
         try:
-            with torch.inference_mode(), self._using("actor"):
-                yield self.causal
+            yield wanted
         finally:
-            self.causal.train(was_training)
+            module.eval()
 
     def log_probs(
         self,
@@ -278,9 +294,9 @@ class QwenPolicy:
         model = self._reference if which == "reference" and not self.lora_rank else self.causal
         grad = torch.is_grad_enabled() and which == "actor"
         vocabulary = model.config.vocab_size
-        with self._using(which), torch.set_grad_enabled(grad):
+        with self._using(which), torch.set_grad_enabled(grad), self._recomputing(model, grad) as recomputed:
             hidden, state, index = forward.action_states(
-                model.base_model, batch, share=share_prompt, cached=not self._checkpoints
+                model.base_model, batch, share=share_prompt, cached=not recomputed
             )
             # the same token in the same state is read once, however many rows it stands in
             read, which_read = torch.unique(
@@ -304,23 +320,9 @@ class QwenPolicy:
         if not self.has_critic:
             raise PolicyError("the policy has no critic; call policy.add_critic() first")
         body = self.causal.base_model if self.lora_rank else self._critic
-        with self._using("critic"):
-            hidden, state, index = forward.action_states(body, batch, share=share_prompt, cached=not self._checkpoints)
+        with self._using("critic"), self._recomputing(body, torch.is_grad_enabled()) as recomputed:
+            hidden, state, index = forward.action_states(body, batch, share=share_prompt, cached=not recomputed)
         return forward.scatter(self.value_head(hidden[state].float())[:, 0], index, batch.input_ids)
-
-    @property
-    def _checkpoints(self) -> bool:
-        return self.gradient_checkpointing and self.causal.training
-
-    def train(self, mode: bool = True) -> QwenPolicy:
-        """Layers are recomputed in the backward pass only in this mode; dropout is off in both."""
-        for module in (self.model, self._critic):
-            if module is not None:
-                module.train(mode and self.gradient_checkpointing)
-        return self
-
-    def eval(self) -> QwenPolicy:
-        return self.train(False)
 
     # Weights in and out
 
@@ -354,6 +356,26 @@ class QwenPolicy:
         The folder appears whole or not at all: written under another name, then
         renamed; a former checkpoint stays until the new one is complete.
         """
+        return self._whole(path, lambda folder: self._write(folder, dtype, critic))
+
+    def merge(self, path: str | Path, *, dtype: torch.dtype | None = None) -> Path:
+        """Write the actor as a plain model that needs neither ``peft`` nor ``bitsandbytes``: W + α/r · B A.
+
+        A base in 4 bits is written as the adapter was trained on it, that is dequantised (W = its 16 values × scales),
+        so the merged model is the trained policy and not its adapter on other weights.
+        """
+
+        def write(folder: Path) -> None:
+            if self.lora_rank:
+                storage.write_merged(folder, self.causal, "actor", dtype or self.causal.dtype)
+                self.tokenizer.save_pretrained(folder)
+            else:
+                self._write(folder, dtype, critic=False)
+
+        return self._whole(path, write)
+
+    def _whole(self, path: str | Path, write: Callable[[Path], None]) -> Path:
+        """Let ``write`` fill a folder that appears at ``path`` when it is complete."""
         path = Path(path)
         storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
@@ -361,7 +383,7 @@ class QwenPolicy:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
         try:
-            self._write(part, dtype, critic)
+            write(part)
             storage.replace_folder(part, path)
         finally:
             shutil.rmtree(part, ignore_errors=True)

@@ -82,6 +82,7 @@ def dpo_step(
     beta: float = 0.1,
     max_tokens: int = 16384,
     share: Share = ALONE,
+    scale: float = 1.0,
 ) -> dict[str, float]:
     """Add the gradient of DPO's mean loss over ``pairs`` to the actor's parameters; returns statistics.
 
@@ -97,6 +98,6 @@ def dpo_step(
             ref_chosen, ref_rejected = episode_logprobs(policy, batch, "reference").chunk(2)
         chosen, rejected = episode_logprobs(policy, batch).chunk(2)
         loss, stats = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta=beta, normalizer=len(pairs))
-        loss.backward()
+        (loss * scale).backward()
         parts.append({**stats, "loss": loss.detach()})
     return merged(parts, share, "loss")

@@ -1,4 +1,6 @@
-"""BM25 search over passages, and the search tool built on it.
+"""Passages, BM25 search over them, indexes on disk, and the search tool.
+
+Other retrievers with the same `search` are in ``retrievers.py``.
 
 Robertson and Zaragoza (2009), in Lucene's form, through ``bm25s``: for a query
 q, a passage d of |d| words and a corpus of N passages,
@@ -14,7 +16,10 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import unicodedata
+from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,8 +29,10 @@ from typing import Any
 import bm25s
 import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
+from bm25s.tokenization import Tokenized
 
-from agentr1_lite.jsonl import DataError, Problem, read_numbered, read_rows, write_rows
+from agentr1_lite.index_files import read_index, write_index
+from agentr1_lite.jsonl import DataError, Problem, read_numbered
 from agentr1_lite.mdp import Task
 from agentr1_lite.tools import EMPTY_RESULT, Tool, ToolResult
 
@@ -33,6 +40,7 @@ WORD = re.compile(r"\w+")
 STOP_WORDS = frozenset(STOPWORDS_EN) | {"s"}  # "s" is what stays of 's
 CACHED_QUERIES = 65_536
 CACHED_QUERY_CHARS = 1_000
+CACHED_ANSWERS = 16_384  # each may hold passages of its own
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,22 @@ class Passage:
         return self.title, self.text
 
 
+def split_contents(contents: str, title: str = "") -> tuple[str, str]:
+    """Title and text of ``contents``, where Search-R1 and KILT corpora keep ``"title"``, a line break and the text."""
+    head, _, rest = contents.partition("\n")
+    head = head.strip().strip('"')
+    return (head, rest) if rest and head == (title or head) else (title, contents)
+
+
 def as_passage(value: Passage | Mapping[str, Any] | str, place: int) -> Passage:
-    """A passage from a Passage, a ``{"title", "text"}`` row or a plain text."""
+    """A passage from a Passage, a row with ``title`` and ``text`` or with ``contents``, or a plain text."""
     if isinstance(value, str):
         value = Passage("", value)
     elif isinstance(value, Mapping):
-        fields = {name: "" if value.get(name) is None else value[name] for name in ("title", "text", "id")}
-        value = Passage(fields["title"], fields["text"], id=str(fields["id"]))
+        title, text, identity = ("" if value.get(name) is None else value[name] for name in ("title", "text", "id"))
+        if not text and isinstance(value.get("contents"), str):
+            title, text = split_contents(value["contents"], title)
+        value = Passage(title, text, id=str(identity))
     if not isinstance(value, Passage) or not isinstance(value.title, str) or not isinstance(value.text, str):
         raise DataError(f"passage {place}: expected a title and a text, both strings; found {str(value)[:80]!r}")
     return value
@@ -76,6 +93,13 @@ def words(text: str) -> list[str]:
     return [w for w in WORD.findall(unicodedata.normalize("NFKC", text).casefold()) if w not in STOP_WORDS]
 
 
+def _numbered_words(passages: Sequence[Passage]) -> Tokenized:
+    """The words of each passage as numbers: a number per occurrence costs a tenth of a string's memory."""
+    vocabulary: dict[str, int] = {}
+    ids = [[vocabulary.setdefault(w, len(vocabulary)) for w in words(f"{p.title}\n{p.text}")] for p in passages]
+    return Tokenized(ids=ids, vocab=vocabulary)
+
+
 class BM25:
     """An index over passages; equal (title, text) pairs are one passage.
 
@@ -85,16 +109,18 @@ class BM25:
         b: how much long passages are discounted, in [0, 1].
     """
 
+    inline = True  # microseconds a call on small corpora, a millisecond on 100,000 passages
+
     def __init__(self, passages: Iterable[Passage | Mapping[str, Any] | str] = (), *, k1: float = 1.5, b: float = 0.75):
         if not k1 > 0 or not 0 <= b <= 1:
             raise ValueError(f"BM25: k1 {k1} must be above 0 and b {b} lie in [0, 1]")
         self.passages = unique_passages(passages)
         self.k1, self.b = k1, b
-        tokens = [words(f"{p.title}\n{p.text}") for p in self.passages]
         self.index = None
-        if any(tokens):
+        numbered = _numbered_words(self.passages)
+        if numbered.vocab:
             self.index = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
-            self.index.index(tokens, show_progress=False)
+            self.index.index(numbered, show_progress=False)
         self._cached = lru_cache(maxsize=CACHED_QUERIES)(self._search)
 
     def __len__(self) -> int:
@@ -103,8 +129,12 @@ class BM25:
     def __deepcopy__(self, memo: dict[int, Any]) -> BM25:
         return self  # nothing in it changes after construction, so episodes share it
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.passages, self.k1, self.b)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_cached"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._cached = lru_cache(maxsize=CACHED_QUERIES)(self._search)
 
     def scores(self, query: str) -> np.ndarray:  # (N,)
         """The score of every passage for ``query``."""
@@ -137,43 +167,52 @@ class BM25:
         return [self.search(query, k) for query in queries]
 
     def save(self, folder: str | Path) -> None:
-        """Write ``passages.jsonl`` and ``bm25.jsonl`` (the two constants); the index is rebuilt on loading."""
-        write_rows(
-            Path(folder) / "passages.jsonl", ({"id": p.id, "title": p.title, "text": p.text} for p in self.passages)
-        )
-        write_rows(Path(folder) / "bm25.jsonl", [{"k1": self.k1, "b": self.b}])
+        """Write passages, index and settings into ``folder``, whole or not at all; loading does not index again."""
+
+        def write(part: Path) -> None:
+            if self.index is not None:
+                self.index.save(part, show_progress=False)
+
+        write_index(folder, "bm25", self.passages, write, k1=self.k1, b=self.b)
 
     @classmethod
     def load(cls, path: str | Path) -> BM25:
-        """An index from a folder written by :meth:`save`, or from one JSON Lines file of passages.
+        """An index from a folder written by :meth:`save`, or from one file of passages.
 
         Raises :class:`DataError` at the first broken row: a corpus that silently
         lost a passage would make questions unanswerable.
         """
-        folder = Path(path)
-        constants: dict[str, float] = {}
-        if folder.is_dir():
-            rows, problems = read_rows(folder / "bm25.jsonl")
-            if problems or len(rows) != 1 or set(rows[0]) != {"k1", "b"}:
-                raise DataError(f"{folder / 'bm25.jsonl'}: expected one row with k1 and b; save the index again")
-            constants, path = rows[0], folder / "passages.jsonl"
-        passages, problems = read_passages(path)
-        if problems:
-            raise DataError(f"{problems[0]}; repair the row or load the others with read_passages")
-        return cls(passages, **constants)
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            return cls(load_passages(folder))
+        settings, rows = read_index(folder, "bm25", "k1", "b")
+        index = None
+        if "params.index.json" in settings["files"]:
+            try:
+                index = bm25s.BM25.load(folder, show_progress=False)
+            except Exception as error:  # of numpy, json and the library's own, as versions differ
+                raise DataError(f"{folder}: bm25s cannot load the index ({error}); save it again") from error
+        found = cls.__new__(cls)
+        passages = [as_passage(row, place) for place, row in enumerate(rows)]
+        found.__setstate__({"passages": passages, "k1": settings["k1"], "b": settings["b"], "index": index})
+        return found
 
 
-def _rebuild(passages: list[Passage], k1: float, b: float) -> BM25:
-    return BM25(passages, k1=k1, b=b)
+def load_passages(path: str | Path) -> list[Passage]:
+    """The passages of a file; raises :class:`DataError` at the first row that is none."""
+    passages, problems = read_passages(Path(path).expanduser())
+    if problems:
+        raise DataError(f"{problems[0]}; repair the row or load the others with read_passages")
+    return passages
 
 
 def read_passages(path: str | Path) -> tuple[list[Passage], list[Problem]]:
-    """Passages of a JSON Lines file or JSON array with ``title`` and ``text``, and the rows that are none."""
+    """Passages of a JSON Lines file or JSON array (see :func:`as_passage`), and the rows that are none."""
     rows, problems = read_numbered(path)
     passages = []
     for line, row in rows:
         try:
-            if not row.get("text"):
+            if not row.get("text") and not row.get("contents"):
                 raise DataError("has no text")
             passages.append(as_passage(row, line))
         except DataError as error:
@@ -181,9 +220,67 @@ def read_passages(path: str | Path) -> tuple[list[Passage], list[Problem]]:
     return passages, sorted(problems, key=lambda problem: problem.line)
 
 
+class RetrievalError(OSError):
+    """A search that could not be answered; inside an episode it becomes a failed tool result."""
+
+
+def one_line(error: object) -> str:
+    """An error's text for the brackets of a sentence: one line, at most 200 characters."""
+    return " ".join(str(error).split())[:200]
+
+
+class BatchRetriever(ABC):
+    """A retriever that answers many queries at once; answers are kept by (query, k), the least recent dropped.
+
+    Attributes:
+        timeout: seconds the search tool gives a batch; None means the environment's ``tool_timeout``.
+        at_once: queries of one call of :meth:`find`.
+    """
+
+    timeout: float | None = None
+    at_once = 256
+
+    def __init__(self, passages: list[Passage], cached: int = CACHED_ANSWERS):
+        self.passages, self.cached = passages, cached
+        self._answers: OrderedDict[tuple[str, int], list[Passage]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchRetriever:
+        return self  # nothing but the cache changes after construction, so episodes share it
+
+    @abstractmethod
+    def find(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Answer distinct, non-empty queries."""
+
+    def search(self, query: str | None, k: int = 5) -> list[Passage]:
+        """The at most ``k`` best passages; an empty query or ``k < 1`` finds nothing."""
+        return self.search_batch([query], k)[0]
+
+    def search_batch(self, queries: Sequence[str | None], k: int = 5) -> list[list[Passage]]:
+        """:meth:`search` for each query; only those not asked before reach :meth:`find`, each once."""
+        texts = ["" if query is None else str(query).strip() for query in queries]
+        wanted = list(dict.fromkeys(text for text in texts if text)) if k > 0 else []
+        with self._lock:
+            known = {text: self._answers[text, k] for text in wanted if (text, k) in self._answers}
+        missing = [text for text in wanted if text not in known]
+        for start in range(0, len(missing), self.at_once):
+            part = missing[start : start + self.at_once]
+            known |= zip(part, self.find(part, k), strict=True)
+        with self._lock:
+            for text in wanted:
+                self._answers[text, k] = known[text]
+                self._answers.move_to_end((text, k))
+            while len(self._answers) > self.cached:
+                self._answers.popitem(last=False)
+        return [list(known.get(text, ())) for text in texts]
+
+
 def render_passages(passages: Sequence[Passage]) -> str:
     """One passage a line, ``title: text``."""
     return "\n".join(f"{p.title}: {p.text}" if p.title else p.text for p in passages)
+
+
+FAILED = ToolResult("Error: the search failed; try again.", False, flags=("failed",), info={"titles": []})
 
 
 class SearchTool(Tool):
@@ -191,6 +288,8 @@ class SearchTool(Tool):
 
     All draws come from the episode's generator, so an episode is a function of
     its seed. ``result.info`` holds the ``titles`` and ``ids`` that were shown.
+    An in-process index is searched in the caller's thread, any other with a
+    deadline and with one batch for all calls of a turn.
     """
 
     name = "search"
@@ -200,12 +299,11 @@ class SearchTool(Tool):
         "properties": {"query": {"type": "string", "description": "What to look for."}},
         "required": ["query"],
     }
-    inline = True  # microseconds a call, and in the order the calls were written
     shared = ("index", "rng")  # reset gives every episode a generator of its own
 
     def __init__(
         self,
-        index: BM25,
+        index: BM25 | BatchRetriever,
         k: int = 2,
         failing: float = 0.0,
         noisy: float = 0.0,
@@ -216,7 +314,13 @@ class SearchTool(Tool):
                 raise ValueError(f"search tool: {label} {share} is a share of calls; give a number from 0 to 1")
         if k < 1:
             raise ValueError(f"search tool: k {k} must be at least 1 passage")
+        if noisy and not index.passages:
+            raise ValueError(
+                f"search tool: noisy {noisy} draws from the corpus, which is empty or not here; set it to 0"
+            )
         self.index, self.k, self.failing, self.noisy, self.render = index, k, failing, noisy, render
+        self.inline, self.timeout = getattr(index, "inline", False), getattr(index, "timeout", None)
+        self.batched = not self.inline
         self.stateful = bool(failing or noisy)
         self.rng = random.Random(0)
 
@@ -225,9 +329,16 @@ class SearchTool(Tool):
 
     def execute(self, args: dict[str, Any]) -> ToolResult:
         """The best passages as text, ``No results.`` where there are none."""
-        if self.failing and self.rng.random() < self.failing:
-            return ToolResult("Error: the search failed; try again.", False, flags=("failed",), info={"titles": []})
-        found = self.index.search(args.get("query"), self.k)
+        return self.batch_execute([args])[0]
+
+    def batch_execute(self, batch: Sequence[dict[str, Any]]) -> list[ToolResult]:
+        """:meth:`execute` for several calls with one batch of queries."""
+        broken = [bool(self.failing) and self.rng.random() < self.failing for _ in batch]
+        queries = [args.get("query") for args, fails in zip(batch, broken, strict=True) if not fails]
+        found = iter(self.index.search_batch(queries, self.k))
+        return [FAILED if fails else self._show(next(found)) for fails in broken]
+
+    def _show(self, found: list[Passage]) -> ToolResult:
         shown = [self._noise(passage) for passage in found] if self.noisy else found
         info = {"titles": [p.title for p in shown], "ids": [p.id for p in shown]}
         flags = ("noisy",) if [p.key for p in shown] != [p.key for p in found] else ()
@@ -239,13 +350,13 @@ class SearchTool(Tool):
 
 
 def make_search_tool(
-    index: BM25,
+    index: BM25 | BatchRetriever,
     k: int = 2,
     failing: float = 0.0,
     noisy: float = 0.0,
     render: Callable[[Sequence[Passage]], str] = render_passages,
 ) -> SearchTool:
-    """The search tool over ``index``.
+    """The search tool over ``index``: a :class:`BM25` or any retriever of ``retrievers.py``.
 
     Args:
         k: passages a call shows at most.

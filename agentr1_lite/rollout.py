@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from agentr1_lite.cache import FIRST_SLOTS
 from agentr1_lite.chat import Observation
 from agentr1_lite.engine import Engine, EngineTurn, LocalEngine, Sampling
 from agentr1_lite.env import StepResult, ToolEnv
@@ -146,6 +147,13 @@ def _observe(
     return seen if len(seen.ids) <= room else None
 
 
+def row_slots(policy: QwenPolicy, env: ToolEnv) -> int | None:
+    """Room for a whole row from the start, where memory is not given lazily: a cache that grows is there twice."""
+    if policy.device.type == "cpu":
+        return None
+    return min(policy.context_length, FIRST_SLOTS + env.max_response_tokens)
+
+
 def rollout(
     policy: QwenPolicy,
     env: ToolEnv,
@@ -180,7 +188,8 @@ def rollout(
     rows = max(1, min(total, max_batch or MAX_ROWS))
     if engine is None:
         sampling = Sampling(temperature, greedy, top_p)
-        engine = LocalEngine(policy, sampling=sampling, stop_strings=env.stop_strings, max_rows=rows)
+        options = {"stop_strings": env.stop_strings, "max_rows": rows, "slots": row_slots(policy, env)}
+        engine = LocalEngine(policy, sampling=sampling, **options)
     waiting = _episodes(policy, env, tasks, group_size, seed)
     playing: dict[int, Episode] = {}
     ended = 0

@@ -49,13 +49,15 @@ class Sampling:
             # uniforms have 23 bits, so u · total < total even after rounding: no token of weight 0 is drawn
             cdf = weights.cumsum(dim=-1)
             ids = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)[:, 0]
+            ids.clamp_(max=cdf.shape[-1] - 1)  # of logits that are not numbers, which the caller sees in the log-probs
         return ids, z.gather(-1, ids[:, None])[:, 0] - top[:, 0] - total.log()
 
     def _nucleus(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         ordered, order = weights.sort(dim=-1, descending=True)
         before = ordered.cumsum(dim=-1) - ordered
         cdf = ordered.masked_fill(before >= self.top_p * weights.sum(dim=-1, keepdim=True), 0.0).cumsum(dim=-1)
-        return order.gather(-1, torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True))[:, 0]
+        place = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)
+        return order.gather(-1, place.clamp_(max=cdf.shape[-1] - 1))[:, 0]
 
 
 def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:

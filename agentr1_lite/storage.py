@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,36 @@ def write_model(folder: Path, model: PreTrainedModel, dtype: torch.dtype | None)
         weights = {key: tensor.to(dtype) for key, tensor in weights.items()}
     with quiet():
         model.save_pretrained(folder, state_dict=weights)
+
+
+def write_merged(folder: Path, model: PreTrainedModel, adapter: str, dtype: torch.dtype) -> None:
+    """The plain model with an adapter added to its weights, a 4-bit base dequantised."""
+    weights = {k: v for k, v in model.state_dict().items() if not any(part in k for part in (".lora_", ".weight."))}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "get_delta_weight"):
+            weights[f"{name}.base_layer.weight"] = dense(layer.base_layer) + layer.get_delta_weight(adapter).float()
+    once = {tensor.data_ptr(): key for key, tensor in reversed(weights.items())}  # a tied weight is written once
+    weights = {key.replace(".base_layer.", "."): weights[key].to("cpu", dtype) for key in once.values()}
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = dtype
+    with torch.device("meta"):
+        plain = type(model)(config).to(dtype)
+    plain.generation_config = model.generation_config
+    with quiet():
+        plain.save_pretrained(folder, state_dict=weights)
+
+
+@torch.no_grad()
+def dense(layer: nn.Linear) -> Tensor:
+    """A linear layer's weight in float32, (out, in)."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        return layer.weight.float()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(layer.weight.data, state).float()
 
 
 def write_adapter(folder: Path, settings: Any, weights: Mapping[str, Tensor], base: str) -> None:

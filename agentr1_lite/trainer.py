@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,12 +21,14 @@ from tqdm.auto import tqdm
 from agentr1_lite import update
 from agentr1_lite.batch import Batch, collate
 from agentr1_lite.checkpoint import interruptible, load_checkpoint, restore_random_state, save_checkpoint
-from agentr1_lite.collect import collect
+from agentr1_lite.collect import Engines, collect
 from agentr1_lite.config import Config, load_config
 from agentr1_lite.doctor import Doctor
 from agentr1_lite.env import ToolEnv
+from agentr1_lite.importance import engine_metrics
 from agentr1_lite.losses import KLController, awr_weights
 from agentr1_lite.mdp import Task, Trajectory
+from agentr1_lite.optimizers import LossScale, make_optimizer
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.preferences import dpo_pairs, dpo_step
 from agentr1_lite.runlog import RunLog
@@ -77,11 +80,13 @@ class AgentR1Trainer:
         self.doctor = Doctor(policy)
         self.findings: list[Any] = []
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.loss_scale = LossScale.of(policy.causal.dtype)
         self.phase, self.step, self.count = "", 0, 0
         self.finished: list[str] = []
         self.stop_requested, self._opened = False, False
         self._ended_before: list[str] = []  # phases of a resumed run: the next call of each does nothing
         self._episodes: list[Trajectory] | None = None
+        self._engine = Engines(policy, config.training)
 
     # The three phases
 
@@ -133,7 +138,7 @@ class AgentR1Trainer:
         def step(index: int) -> Metrics:
             chosen = [pairs[i] for i in self._slice(len(pairs), size, index)]
             budget = self.config.training.micro_batch_tokens
-            stats = dpo_step(self.policy, chosen, beta=rlhf.offline_beta, max_tokens=budget, share=self._share)
+            stats = dpo_step(self.policy, chosen, beta=rlhf.offline_beta, max_tokens=budget, **self._shared)
             return {**stats, "grad_norm": self._apply("actor", rlhf.offline_lr * update.decay(index, steps))}
 
         return self._run("offline", steps, step)
@@ -158,6 +163,7 @@ class AgentR1Trainer:
         if update.needs_critic(training.algorithm):
             self.policy.add_critic()
         self.doctor.has_tools = bool(getattr(env, "tools", True))
+        self._engine(training, self._share)
 
         def step(index: int) -> Metrics:
             size = min(self.config.training.batch_size, questions)
@@ -169,12 +175,13 @@ class AgentR1Trainer:
 
     def _imitate(self, batch: Batch, weights: torch.Tensor, lr: float) -> Metrics:
         budget, weights = self.config.training.micro_batch_tokens, weights.to(batch.input_ids.device)
-        stats = update.nll_gradient(self.policy, batch, weights, budget, share=self._share)
+        stats = update.nll_gradient(self.policy, batch, weights, budget, **self._shared)
         return {**stats, "grad_norm": self._apply("actor", lr)}
 
     def _online_step(self, env: ToolEnv, tasks: list[Task], chosen: list[int], index: int) -> Metrics:
         training, started = self.config.training, time.perf_counter()
-        episodes, baselines = collect(self.policy, env, tasks, chosen, index, training, self._share)
+        engine = self._engine(training, self._share)
+        episodes, baselines = collect(self.policy, env, tasks, chosen, index, training, self._share, engine)
         sampled = time.perf_counter()
         self.kl.target = training.kl_target
         if training.kl_weight != self._kl_weight:  # changed during the run
@@ -187,7 +194,7 @@ class AgentR1Trainer:
             kl_penalty=self.config.reward.kl_penalty,
             baselines=baselines,
         )
-        metrics = update.episode_metrics(episodes)
+        metrics = update.episode_metrics(episodes) | engine_metrics(experience.old_logprobs, experience.batch, training)
         warm = update.needs_critic(training.algorithm) and index < training.critic_warmup
         for sweep in range(training.updates_per_batch):
             seed = update.phase_seed(training.seed, "mini", index, sweep)
@@ -200,6 +207,8 @@ class AgentR1Trainer:
             mask = experience.batch.action_mask
             metrics["kl"] = float((experience.old_logprobs - experience.ref_logprobs)[mask].mean())
             metrics["kl_weight"] = self.kl.update(metrics["kl"], len(episodes))
+        if self.loss_scale.value != 1.0:
+            metrics["loss_scale"] = self.loss_scale.value
         self.policy.version += not warm
         metrics["rollout_seconds"] = sampled - started
         metrics["update_seconds"] = time.perf_counter() - sampled
@@ -213,11 +222,11 @@ class AgentR1Trainer:
         """One optimiser step of the critic, where there is one, and of the actor, unless the critic warms up."""
         training, stats = self.config.training, {}
         if experience.values is not None:
-            stats = update.critic_gradient(self.policy, experience, rows, training, share=self._share)
+            stats = update.critic_gradient(self.policy, experience, rows, training, **self._shared)
             stats["critic_grad_norm"] = self._apply("critic", training.critic_lr)
         if not warm:
             weight = {"kl_weight": self.kl.value, "max_length": max_length}
-            stats |= update.actor_gradient(self.policy, experience, rows, training, **weight, share=self._share)
+            stats |= update.actor_gradient(self.policy, experience, rows, training, **weight, **self._shared)
             stats["grad_norm"] = self._apply("actor", update.learning_rate(index, training.lr, training.warmup_steps))
         return {name: value for name, value in stats.items() if name != "tokens"}
 
@@ -307,6 +316,7 @@ class AgentR1Trainer:
             "finished": self.finished,
             "version": self.policy.version,
             "kl_weight": self.kl.value,
+            "loss_scale": asdict(self.loss_scale),
         }
         tensors = {"policy": self.policy.state_dict(), "optimizers": optimizers}
         return save_checkpoint(self.run_dir, self.count, tensors, state, self.config.run.keep)
@@ -318,6 +328,7 @@ class AgentR1Trainer:
         self.phase, self.step, self.count = state["phase"], state["step"], state["count"]
         self.finished, self._ended_before = list(state["finished"]), list(state["finished"])
         self.policy.version, self.kl.value = state["version"], state["kl_weight"]
+        self.loss_scale = LossScale(**state.get("loss_scale", {}))
         for name, saved in tensors["optimizers"].items():
             self._optimizer(name).load_state_dict(saved)
         restore_random_state(tensors["random"])
@@ -349,7 +360,8 @@ class AgentR1Trainer:
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
         if name not in self.optimizers:
-            self.optimizers[name] = torch.optim.AdamW(self._parameters(name), lr=0.0, betas=(0.9, 0.95))
+            kind = self.config.training.optimizer
+            self.optimizers[name] = make_optimizer(kind, self.policy, self._parameters(name))
         return self.optimizers[name]
 
     def _parameters(self, name: str) -> list[torch.nn.Parameter]:
@@ -360,10 +372,17 @@ class AgentR1Trainer:
         for group in optimizer.param_groups:
             group.update(lr=lr, weight_decay=training.weight_decay)
         reduce = None if self._share.size == 1 else lambda g: self.accelerator.reduce(g, "sum")
-        norm = update.apply_gradient(self._parameters(name), optimizer, training.grad_clip, reduce)
-        if not math.isfinite(norm):
+        scale = self.loss_scale.value
+        norm = update.apply_gradient(self._parameters(name), optimizer, training.grad_clip, reduce, scale)
+        self.loss_scale.update(norm)
+        if not math.isfinite(norm) and scale == 1.0:  # above 1 the scale is what was too large, and it has been halved
             warnings.warn(f"the {name}'s gradient is not finite in step {self.step}, which is left out", stacklevel=2)
         return norm
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """What every gradient function is told: this process's part, and the factor on the loss."""
+        return {"share": self._share, "scale": self.loss_scale.value}
 
     @property
     def _share(self) -> update.Share:

@@ -22,6 +22,7 @@ from agentr1_lite.advantages import estimate, find
 from agentr1_lite.batch import Batch, collate, micro_batches
 from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
+from agentr1_lite.importance import importance_weights
 from agentr1_lite.mdp import StopReason, Trajectory
 from agentr1_lite.policy import QwenPolicy
 
@@ -33,7 +34,8 @@ KL_IN_REWARD = ("gae", "turn_gae", "n_step", "reinforce_pp")
 class Experience:
     """A batch with everything the update needs, all (B, T).
 
-    ``batch.action_mask`` is the actor's loss mask; ``returns`` and ``values`` count on ``estimated``.
+    ``batch.action_mask`` is the actor's loss mask; ``returns`` and ``values`` count on ``estimated``. Where another
+    engine sampled, ``batch.old_logprobs`` are its log-probs, ``old_logprobs`` the trainer's of the same weights.
     """
 
     batch: Batch
@@ -43,6 +45,7 @@ class Experience:
     old_logprobs: Tensor
     ref_logprobs: Tensor | None = None
     values: Tensor | None = None
+    importance: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def prepare(
     ``baselines`` holds one greedy return per trajectory (ReMax). With
     ``config.advantage_mask`` off the estimator counts observation tokens as
     actions, with ``config.loss_mask`` off the loss does: [P1] Table 4. With the
-    loss mask off alone an observation takes the advantage of the turn before it.
+    loss mask off alone an observation takes the advantage of the turn before it. What another engine than the kit's
+    sampled (``config.engine``) is passed over once more, so that the first ratio is 1 whatever the engine rounds.
     """
     batch = collate(trajectories, pad_id=policy.tokenizer.pad_token_id or 0).to(policy.device)
     everything = response_mask(batch)
@@ -115,7 +119,11 @@ def prepare(
             lambda part: policy.log_probs(part, temperature=temperature, which=which).logprobs, scored, budget
         )
 
-    old = torch.where(batch.action_mask, batch.old_logprobs, log_probs("actor")) if wide else batch.old_logprobs
+    foreign, cap = config.engine != "local", config.importance_cap
+    old = log_probs("actor") if wide or foreign else batch.old_logprobs
+    if wide and not foreign:
+        old = torch.where(batch.action_mask, batch.old_logprobs, old)
+    weights = importance_weights(old, batch.old_logprobs, batch.action_mask, cap) if foreign and cap else None
     place = kl_place(config)
     reference = log_probs("reference") if place or kl_penalty else None
     mask = batch.action_mask if config.advantage_mask else everything
@@ -144,7 +152,7 @@ def prepare(
     learned = batch if config.loss_mask else scored
     if not config.loss_mask:
         advantages = last_on_mask(advantages, mask)
-    return Experience(learned, advantages, returns, mask, old, reference, values)
+    return Experience(learned, advantages, returns, mask, old, reference, values, weights)
 
 
 def last_on_mask(x: Tensor, mask: Tensor) -> Tensor:
@@ -173,8 +181,9 @@ def actor_gradient(
     kl_weight: float | None = None,
     max_length: int | None = None,
     share: Share = ALONE,
+    scale: float = 1.0,
 ) -> dict[str, float]:
-    """Add the policy loss's gradient over ``rows`` to the actor's parameters; returns statistics.
+    """Add the policy loss's gradient over ``rows``, times ``scale``, to the actor's parameters; returns statistics.
 
     loss = policy loss + kl_weight · KL (where it belongs in the loss) − entropy_weight · H.
     """
@@ -198,6 +207,7 @@ def actor_gradient(
             dual_clip=config.dual_clip,
             ratio=config.ratio,
             kind=config.loss,
+            weights=None if experience.importance is None else experience.importance[at],
             **common,
         )
         stats["loss"] = loss.detach()
@@ -210,15 +220,21 @@ def actor_gradient(
             stats["entropy"] = losses.masked_mean(out.entropy, mask)
         log_ratio = (out.logprobs.detach() - experience.old_logprobs[at]) * mask
         stats["log_ratio_max"] = log_ratio.abs().max()
-        loss.backward()
+        (loss * scale).backward()
         parts.append(stats)
     return merged(parts, share, "loss")
 
 
 def critic_gradient(
-    policy: QwenPolicy, experience: Experience, rows: Tensor, config: TrainingConfig, *, share: Share = ALONE
+    policy: QwenPolicy,
+    experience: Experience,
+    rows: Tensor,
+    config: TrainingConfig,
+    *,
+    share: Share = ALONE,
+    scale: float = 1.0,
 ) -> dict[str, float]:
-    """Add the clipped value loss's gradient over ``rows`` to the critic's parameters; returns statistics."""
+    """Add the clipped value loss's gradient over ``rows``, times ``scale``, to the critic's; returns statistics."""
     whole = replace(experience.batch, action_mask=experience.estimated).select(rows)
     normalizer = losses.normalizer_for(whole.action_mask)
     parts: list[losses.Stats] = []
@@ -232,7 +248,7 @@ def critic_gradient(
             clip=config.value_clip,
             normalizer=normalizer,
         )
-        loss.backward()
+        (loss * scale).backward()
         parts.append({**stats, "value_loss": loss.detach()})
     at = whole.action_mask
     fit = explained_variance(experience.values[rows][at], experience.returns[rows][at])
@@ -255,6 +271,7 @@ def nll_gradient(
     max_tokens: int,
     *,
     share: Share = ALONE,
+    scale: float = 1.0,
 ) -> dict[str, float]:
     """Add the gradient of −w · log π over M, w (B, T) or (B,); 1 is imitation, AWR weights are offline RL."""
     normalizer = losses.normalizer_for(batch.action_mask)
@@ -263,7 +280,7 @@ def nll_gradient(
         micro = batch.select(rows)
         logprobs = policy.log_probs(micro).logprobs
         loss = losses.weighted_nll(logprobs, weights[rows], micro.action_mask, normalizer=normalizer)
-        loss.backward()
+        (loss * scale).backward()
         nll, tokens = losses.masked_mean(-logprobs, micro.action_mask), micro.action_mask.sum()
         parts.append({"loss": loss.detach(), "nll": nll, "tokens": tokens})
     return merged(parts, share, "loss")
@@ -280,8 +297,9 @@ def apply_gradient(
     optimizer: torch.optim.Optimizer,
     grad_clip: float,
     reduce: Callable[[Tensor], Tensor] | None = None,
+    scale: float = 1.0,
 ) -> float:
-    """Sum the gradient over processes, clip its norm, step, clear; returns the norm before clipping.
+    """Sum the gradient over processes, take ``scale`` off, clip its norm, step, clear; returns the unclipped norm.
 
     A gradient that is not finite is dropped: the weights stay as they were and the norm says so.
     """
@@ -289,6 +307,9 @@ def apply_gradient(
         for p in parameters:
             p.grad = reduce(torch.zeros_like(p) if p.grad is None else p.grad)
     held = [p for p in parameters if p.grad is not None]
+    if scale != 1.0:
+        for p in held:
+            p.grad /= scale
     norm = float(torch.nn.utils.clip_grad_norm_(held, grad_clip if grad_clip > 0 else math.inf))
     if math.isfinite(norm):
         optimizer.step()

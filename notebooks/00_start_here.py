@@ -21,7 +21,7 @@ from IPython.display import display
 from agentr1_lite import QwenPolicy, load_task, rollout
 from agentr1_lite.course import check_machine, course_map
 from agentr1_lite.exercises import check
-from agentr1_lite.views import StepPlayer, figure, series, show, show_trajectory, sliders
+from agentr1_lite.views import StepPlayer, figure, plan_panel, series, show, show_trajectory, sliders
 
 # %% [markdown]
 # ## Is this machine ready?
@@ -37,6 +37,17 @@ check_machine()
 # %% [markdown]
 # A line with ✘ says in one sentence what to do. A line with △ is worth a look, and nothing breaks because of it.
 #
+# ## What would a larger model need?
+#
+# Memory decides what a card can train, and it can be counted before anything is loaded: from the model's shape and
+# from what the code does in the three phases of a step. Here is Qwen2.5-3B in 4 bits on a free T4. Turn on *PPO*, turn
+# off *four bits* or *gradient checkpointing*, and see which phase breaks first. In a terminal it is
+# `python -m agentr1_lite plan qwen2.5-3b`; lesson 11 takes the plan apart.
+
+# %%
+plan_panel(model="qwen2.5-3b", gpu_memory_gib=15)
+
+# %% [markdown]
 # ## Meet the agent
 #
 # An **agent** is a language model that acts. It writes text; some of its text is a *call* of a tool; the world answers

@@ -108,7 +108,7 @@ def test_choices_ignore_case_and_punctuation(name):
         ("training: {zzz: 1}", ["training.zzz", "expected one of algorithm, epochs"]),
         ("trainin: {lr: 1}", ["'trainin'", "did you mean training?"]),
         ("lr: 1e-5", ["'lr'", "did you mean training.lr?"]),
-        ("optimizer: {}", ["'optimizer'", "model, task, environment"]),
+        ("scheduler: {}", ["'scheduler'", "model, task, environment"]),
         ("1: {}", ["unknown section 1"]),
         ("training: {lr: 1e-5, lr: 1e-6}", ["training.lr", "twice"]),
         ("training: {lr: 1e-5}\nmodel: {}\ntraining: {epochs: 2}", ["line 3", "training", "twice", "line 1"]),

@@ -98,6 +98,9 @@ def test_ratio_bound_by_number_type():
     half = tiny.policy()
     half.causal.to(torch.bfloat16)
     assert ratio_bound(half) == checks.RATIO_BOUNDS["bfloat16"]
+    metrics = {"engine_difference_mean": 0.01, "engine_difference_max": 0.9}
+    assert verdict("engine_difference", metrics=metrics, policy=half) == "ok"
+    assert verdict("engine_difference", metrics=metrics, policy=tiny.policy()) == "warn"
     assert verdict("first_ratio", metrics={"first_log_ratio_max": float("nan")}) == "fail"
 
 
@@ -215,6 +218,10 @@ def test_turns_are_read():
         ("finite", [], {"loss": float("nan")}, "fail"),
         ("finite", [], {"grad_norm": float("inf"), "loss": 1.0}, "fail"),
         ("finite", [], {"loss": 1.0, "turns": 3}, "ok"),
+        ("engine_difference", [], {"engine_difference_mean": 2e-3, "engine_difference_max": 0.1}, "warn"),
+        ("engine_difference", [], {"engine_difference_mean": 4e-7, "engine_difference_max": 0.1}, "ok"),
+        ("engine_difference", [], {"engine_difference_mean": float("nan"), "engine_difference_max": 0.1}, "warn"),
+        ("engine_difference", [], {"first_log_ratio_max": 9.0}, None),
         ("clipping", [], {"clip_fraction": 0.31}, "warn"),
         ("clipping", [], {"clip_fraction": 0.02}, "ok"),
         ("kl_size", [], {"kl": 1.5}, "warn"),

@@ -12,10 +12,12 @@ from agentr1_lite import tasks as registry
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.jsonl import DataError, write_rows, write_text
 from agentr1_lite.mdp import StopReason
+from agentr1_lite.retrieval import BM25
 from agentr1_lite.scoring import score_answer
 from agentr1_lite.tasks import TaskSet, load_task
-from agentr1_lite.tasks.multihop import find_file, load, load_split
+from agentr1_lite.tasks.multihop import SYSTEM_PROMPT, find_file, load, load_split
 from agentr1_lite.tasks.official import validate
+from agentr1_lite.toolcalls import parse_tool_calls
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 BENCHMARKS = ("hotpotqa", "2wiki", "musique")
@@ -213,6 +215,18 @@ def test_other_shapes_of_the_same_row_give_the_same_task(shape):
     assert other == plain and problems == []
 
 
+@pytest.fixture(autouse=True)
+def network(monkeypatch):
+    monkeypatch.setattr("agentr1_lite.tasks.multihop.hub_reachable", lambda: True)
+
+
+def test_an_absent_network_is_told_before_anything_is_tried(monkeypatch):
+    monkeypatch.setattr("agentr1_lite.tasks.multihop.hub_reachable", lambda: False)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(DataError, match="owner/absent.*cannot be reached.*local file"):
+        load("owner/absent", "hotpotqa", limit=3)
+
+
 def test_the_hub_is_asked_for_its_own_names(monkeypatch):
     import datasets
 
@@ -240,6 +254,83 @@ def test_the_hub_is_asked_for_its_own_names(monkeypatch):
     with pytest.raises(DataError, match="ConnectionError: no network at all.*give a local file") as caught:
         load("hub", "musique", "train")
     assert "\n" not in str(caught.value)
+
+
+def test_only_the_rows_that_are_wanted_are_streamed(monkeypatch):
+    import datasets
+
+    asked, read = [], []
+
+    def stream():
+        for number in range(1000):
+            read.append(number)
+            yield as_columns(hotpot_row(f"q{number}"))
+
+    def fake(repository, config, split, streaming=False):
+        asked.append((repository, split, streaming))
+        return stream()
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    found = load_split("hub", "hotpotqa", "validation", limit=5)
+    assert [t.id for t in found.tasks] == [f"q{n}" for n in range(5)] and read == list(range(5))
+    assert (
+        len(load("hub", "hotpotqa", "train", limit=5, dev_share=0.5)) == 5
+    )  # which rows are train's is known by reading
+    assert asked == [("hotpotqa/hotpot_qa", "validation", True), ("hotpotqa/hotpot_qa", "train", False)]
+
+
+def test_without_a_network_a_former_download_is_read(monkeypatch):
+    import datasets
+
+    def fake(repository, config, split, streaming=False):
+        if streaming:
+            raise ConnectionError("no network")
+        return (as_columns(hotpot_row(f"q{n}")) for n in range(1000))
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    assert [t.id for t in load("hub", "hotpotqa", "train", limit=2)] == ["q0", "q1"]
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("while_reading", [False, True])
+@pytest.mark.parametrize(
+    "error, advice",
+    [
+        (ConnectionError("Couldn't reach 'x' on the Hub (LocalEntryNotFoundError)"), "connect to the network"),
+        (
+            RuntimeError("Dataset 'x' is a gated dataset on the Hub. You must be authenticated"),
+            "accept its terms on the hub",
+        ),
+        (
+            FileNotFoundError(2, "No such file or directory", "/cache/hotpot-train.arrow"),
+            "half-downloaded: remove it from /",
+        ),
+        (EOFError("Ran out of input"), "half-downloaded: remove it from /"),
+        (json.JSONDecodeError("Expecting value", "", 0), "half-downloaded: remove it from /"),
+        (ValueError("Unknown split \"test\". Should be one of ['train', 'validation']."), "choose a split that it has"),
+        (ValueError("Bad split: test. Available splits: ['train']"), "choose a split that it has"),
+        (RuntimeError("Dataset 'x' doesn't exist on the Hub"), "check its name"),
+    ],
+)
+def test_what_the_hub_cannot_give_is_one_sentence(monkeypatch, limit, while_reading, error, advice):
+    import datasets
+
+    def broken():
+        yield as_columns(hotpot_row("q0"))
+        raise error
+
+    def fake(*args, **options):
+        if while_reading:
+            return broken()
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    with pytest.raises(DataError) as caught:
+        load("hub", "hotpotqa", "train", limit=limit)
+    text = str(caught.value)
+    assert (
+        advice in text and type(error).__name__ in text and text.endswith("or give a local file") and "\n" not in text
+    )
 
 
 def test_files_of_a_folder_are_found_by_their_official_names(tmp_path):
@@ -284,6 +375,8 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path):
         with pytest.raises(DataError) as caught:
             load(path, benchmark, split)
         assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="limit 0 must be at least 1 question"):
+        load(tmp_path / "rows.jsonl", "musique", limit=0)
 
 
 @settings(deadline=None)
@@ -336,6 +429,54 @@ def test_a_stochastic_episode_in_the_environment_is_a_function_of_its_seed(tmp_p
     for place in range(4):
         assert [turn[place] for turn in together] == [turn[0] for turn in observations([place])]
     assert together[0][0] != together[0][1] or together[1][0] != together[1][1]
+
+
+def test_the_corpus_may_be_a_file_or_a_saved_index(tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", [musique_row("Vik")])
+    corpus = [{"title": t, "text": f"{t} is here."} for t in ("Vik", "FK Nord", "Moss")]
+    write_rows(tmp_path / "corpus.jsonl", corpus)
+    BM25(corpus, k1=0.9).save(tmp_path / "index")
+    for place in ("corpus.jsonl", "index"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = load_task("musique", path=tmp_path / "rows.jsonl", corpus=tmp_path / place)
+        assert [p.title for p in found.passages] == ["Vik", "FK Nord", "Moss"]
+        assert found.env.tools[0].execute({"query": "moss"}).content == "Moss: Moss is here."
+    assert found.index.k1 == 0.9
+    for place, reason in (("gone", "gone: cannot be read"), ("", "holds no index.json")):
+        with pytest.raises(DataError, match=reason):
+            load_task("musique", path=tmp_path / "rows.jsonl", corpus=tmp_path / place)
+
+
+def test_a_corpus_of_another_dump_is_pointed_out(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [musique_row("Vik"), musique_row("Lom")])  # evidence: Vik, Lom, FK Nord
+    titles = tmp_path / "corpus.jsonl"
+    write_rows(titles, [{"title": t, "text": "x"} for t in ("Vik", "Moss")])
+    with pytest.warns(
+        UserWarning, match="corpus: 33% of the 3 titles that prove the answers are among .* another dump"
+    ):
+        load_task("musique", path=tmp_path / "rows.jsonl", corpus=titles)
+    for rows, reason in (
+        ([{"title": "Moss", "text": "x"}], r"0% of the 3 .* its passages \(1\)"),
+        ([], r"passages \(0\)"),
+    ):
+        write_rows(titles, rows)
+        with pytest.raises(DataError, match=reason):
+            load_task("musique", path=tmp_path / "rows.jsonl", corpus=titles)
+
+
+def test_the_prompt_shows_the_forms_that_the_environment_reads(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [musique_row("Vik")])
+    path = tmp_path / "rows.jsonl"
+    for knobs in ({}, {"system_prompt": None}, {"call_format": "hermes", "max_turns": 3}):
+        assert load_task("musique", path=path, **knobs).env.system_prompt == SYSTEM_PROMPT
+    assert load_task("musique", path=path, system_prompt="Answer.").env.system_prompt == "Answer."
+    assert load_task("musique", path=path, system_prompt="").env.system_prompt == ""
+    for knobs in ({"call_format": "tag"}, {"final_answer": "tool"}):
+        own = load_task("musique", path=path, **knobs).env
+        assert own.system_prompt == own.default_prompt() != SYSTEM_PROMPT
+    (call,) = parse_tool_calls(SYSTEM_PROMPT)
+    assert (call.name, call.arguments) == ("search", {"query": "..."})
 
 
 def test_unknown_tasks_and_knobs_are_named(tmp_path):

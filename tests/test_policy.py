@@ -318,11 +318,9 @@ def test_checkpointed_layers_give_the_same_gradient(rank):
         torch.manual_seed(0)
         for p in policy.actor_parameters() + policy.critic_parameters() if rank else []:
             torch.nn.init.normal_(p, std=0.05)
-        policy.train()
         logprobs, values = policy.log_probs(batch).logprobs, policy.values(batch)
         (logprobs.sum() + (values**2).sum()).backward()
         found.append([p.grad for p in policy.actor_parameters() + policy.critic_parameters()])
-        policy.eval()
         assert not policy.causal.training
     for plain, recomputed in zip(*found, strict=True):
         assert (recomputed - plain).norm() <= 1e-5 * plain.norm() + 1e-5
@@ -335,7 +333,6 @@ def test_dropout_never_acts():
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     policy, batch = QwenPolicy.from_parts(model, tiny.tokenizer(), gradient_checkpointing=True), rows()
-    policy.train()
     torch.testing.assert_close(policy.log_probs(batch).logprobs, policy.log_probs(batch).logprobs, atol=0, rtol=0)
 
 
@@ -550,3 +547,11 @@ def test_sliding_windows_bound_the_context():
     assert loading.context_length(config) == 1024
     config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 128
     assert loading.context_length(config) == 128
+
+
+def test_a_mask_where_it_could_be_left_out_changes_nothing(monkeypatch):
+    policy, batch = tiny.policy(kv_heads=2), rows()
+    without = policy.log_probs(batch, share_prompt=False).logprobs
+    monkeypatch.setattr(forward, "wants_mask", lambda device: True)
+    torch.testing.assert_close(policy.log_probs(batch, share_prompt=False).logprobs, without, atol=1e-5, rtol=0)
+    torch.testing.assert_close(policy.log_probs(batch).logprobs, without, atol=1e-5, rtol=0)

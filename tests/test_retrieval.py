@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import pickle
 import random
@@ -10,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_lite.jsonl import DataError, write_rows
+from agentr1_lite import retrieval
+from agentr1_lite.jsonl import DataError, write_rows, write_text
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage, make_search_tool, read_passages, unique_passages, words
 
@@ -135,17 +137,109 @@ def test_results_do_not_leak_into_the_cache():
     assert all(p.score == 0 for p in index.passages)
 
 
-def test_save_and_load(tmp_path):
-    index = BM25(CORPUS, k1=1.2, b=0.5)
+@pytest.fixture
+def not_indexed_again(monkeypatch):
+    """Call it, and from then on nothing can be indexed."""
+    return lambda: monkeypatch.setattr(retrieval, "_numbered_words", None)
+
+
+def test_save_and_load(tmp_path, not_indexed_again):
+    index, empty = BM25(CORPUS, k1=1.2, b=0.5), [BM25([]), BM25(["", "?!"])]
     index.save(tmp_path / "index")
-    loaded = BM25.load(tmp_path / "index")
-    assert (loaded.passages, loaded.k1, loaded.b) == (index.passages, 1.2, 0.5)
-    assert loaded.search_batch(QUERIES) == index.search_batch(QUERIES)
+    for place, nothing in enumerate(empty):
+        nothing.save(tmp_path / f"empty-{place}")
     assert BM25.load(tmp_path / "index" / "passages.jsonl").passages == index.passages
-    assert pickle.loads(pickle.dumps(index)).search_batch(QUERIES) == index.search_batch(QUERIES)
+    not_indexed_again()
+    for other in (BM25.load(tmp_path / "index"), pickle.loads(pickle.dumps(index))):
+        assert (other.passages, other.k1, other.b) == (index.passages, 1.2, 0.5)
+        assert other.search_batch(QUERIES) == index.search_batch(QUERIES)
     assert copy.deepcopy(index) is index
-    BM25([]).save(tmp_path / "empty")
-    assert len(BM25.load(tmp_path / "empty")) == 0
+    for place, nothing in enumerate(empty):
+        loaded = BM25.load(tmp_path / f"empty-{place}")
+        assert loaded.passages == nothing.passages and loaded.search("Oslo") == []
+
+
+def test_passages_survive_on_disk_whatever_they_hold(tmp_path):
+    odd = [
+        Passage("a\u2028b", "x\r\ny\x85z", id="p"),
+        Passage("", "\U0001f600 caf\u00e9"),
+        Passage("t", ""),
+        Passage("\ufeff", "0"),
+    ]
+    BM25(odd).save(tmp_path / "index")
+    assert BM25.load(tmp_path / "index").passages == unique_passages(odd)
+
+
+def saved_files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("change", ["removed", "cut off", "other"])
+def test_a_saved_index_of_which_anything_is_gone_is_one_sentence(tmp_path, change):
+    BM25(CORPUS).save(tmp_path / "whole")
+    for name in saved_files(tmp_path / "whole"):
+        folder = tmp_path / f"without-{name}"
+        BM25(CORPUS).save(folder)
+        path = folder / name
+        data = path.read_bytes()
+        path.unlink()
+        if change != "removed":
+            path.write_bytes(data[:-10] if change == "cut off" else data.replace(b"3", b"4").replace(b"a", b"b") + b" ")
+        with pytest.raises(DataError) as caught:
+            BM25.load(folder)
+        assert str(folder) in str(caught.value) and "sav" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", '{"kind": "bm25", "files": {}}', '{"kind": "bm25", "files": 3}'])
+def test_a_foreign_folder_is_one_sentence(tmp_path, manifest):
+    with pytest.raises(DataError, match="holds no index.json, so no index was saved here"):
+        BM25.load(tmp_path)
+    write_text(tmp_path / "index.json", manifest)
+    with pytest.raises(DataError, match="index.json: does not describe an index .*; save the index again"):
+        BM25.load(tmp_path)
+    rows = {"kind": "bm25", "files": {"passages.jsonl": "0"}}
+    write_text(tmp_path / "index.json", json.dumps(rows))
+    with pytest.raises(DataError, match="does not describe an index .'k1'"):
+        BM25.load(tmp_path)
+
+
+def test_saving_replaces_an_index_and_nothing_else(tmp_path):
+    (tmp_path / "notes").mkdir()
+    write_text(tmp_path / "notes" / "diary.txt", "mine")
+    for path in (tmp_path / "notes", tmp_path / "notes" / "diary.txt"):
+        with pytest.raises(DataError, match="holds something else, which saving the index would replace"):
+            BM25(CORPUS).save(path)
+    BM25(CORPUS).save(tmp_path / "index")
+    BM25(CORPUS[:2]).save(tmp_path / "index")
+    assert BM25.load(tmp_path / "index").passages == unique_passages(CORPUS[:2])
+
+    class Full:
+        def save(self, *args, **options):
+            raise OSError(28, "No space left on device")
+
+    broken = BM25(CORPUS)
+    broken.index = Full()
+    for folder in ("index", "new"):
+        with pytest.raises(DataError, match="cannot be written .*No space left on device"):
+            broken.save(tmp_path / folder)
+    assert len(BM25.load(tmp_path / "index")) == 2
+    assert saved_files(tmp_path) == ["index", "notes"]
+
+
+@pytest.mark.parametrize(
+    "row, title, text",
+    [
+        ({"contents": '"Oslo"\nA city.'}, "Oslo", "A city."),
+        ({"contents": "Oslo\nA city.\nOld."}, "Oslo", "A city.\nOld."),
+        ({"contents": "one line"}, "", "one line"),
+        ({"title": "Oslo", "contents": '"Oslo"\nA city.'}, "Oslo", "A city."),
+        ({"title": "Oslo", "contents": "A city.\nOld."}, "Oslo", "A city.\nOld."),
+        ({"title": "Oslo", "text": "A city.", "contents": "no"}, "Oslo", "A city."),
+    ],
+)
+def test_passages_of_corpora_that_keep_contents(tmp_path, row, title, text):
+    write_rows(tmp_path / "wiki.jsonl", [{"id": 3, **row}])
+    assert read_passages(tmp_path / "wiki.jsonl") == ([Passage(title, text, id="3")], [])
 
 
 def test_broken_corpora_are_named(tmp_path):

@@ -15,7 +15,7 @@ from agentr1_lite.engine import EngineTurn, LocalEngine, common_prefix
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import StopReason, Task, Trajectory, TurnKind, load_jsonl, save_jsonl
 from agentr1_lite.policy import QwenPolicy
-from agentr1_lite.rollout import collect_trajectory, episode_seed, rollout
+from agentr1_lite.rollout import collect_trajectory, episode_seed, rollout, row_slots
 from agentr1_lite.sampling import Sampling, stop_candidates, uniforms
 from agentr1_lite.tools import tool
 
@@ -524,10 +524,10 @@ def test_tools_of_a_batch_are_called_together():
 
 
 def test_ctrl_c_leaves_a_policy_that_works():
-    policy = tiny.policy(gradient_checkpointing=True).train()
+    policy = tiny.policy(gradient_checkpointing=True)
     with pytest.raises(KeyboardInterrupt):
         rollout(policy, make_env(), [TASK], on_trajectory=_interrupt)
-    assert policy.causal.training and not torch.is_inference_mode_enabled()
+    assert not torch.is_inference_mode_enabled()
     played = rollout(policy, tiny.EchoEnv(max_turns=1), tiny.tasks(1))
     policy.log_probs(collate(played)).logprobs.sum().backward()
 
@@ -565,3 +565,21 @@ def test_a_training_step_has_ratio_one_first_and_moves():
     torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-4, rtol=0)
     logprobs.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in policy.actor_parameters())
+
+
+def test_a_row_gets_its_whole_room_at_once_where_memory_is_not_lazy(monkeypatch):
+    policy, env = tiny.policy(), tiny.EchoEnv(max_response_tokens=100)
+    assert row_slots(policy, env) is None
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    assert row_slots(policy, env) == 512 + 100 < policy.context_length
+    env.max_response_tokens = 10**6
+    assert row_slots(policy, env) == policy.context_length
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_logits_that_are_not_numbers_end_the_rollout_with_a_sentence(greedy):
+    policy = tiny.policy()
+    with torch.no_grad():
+        policy.causal.model.norm.weight[0] = float("nan")
+    with pytest.raises(ValueError, match="not numbers in float32; choose another model.dtype"):
+        rollout(policy, tiny.EchoEnv(), tiny.tasks(2), greedy=greedy)

@@ -1,7 +1,7 @@
 """HotpotQA, 2WikiMultiHopQA and MuSiQue, from official-format files or from the Hugging Face hub.
 
-The corpus of a split is the passages of its rows, keyed on (title, text); how
-rows are read and checked is in ``official.py``.
+The corpus of a split is the passages of its rows, keyed on (title, text), or a
+file, a saved index or a server; how rows are read and checked is in ``official.py``.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.jsonl import DataError, Problem, read_numbered, read_rows
+from agentr1_lite.loading import hub_host, hub_reachable
 from agentr1_lite.mdp import Task
-from agentr1_lite.retrieval import BM25, Passage, make_search_tool, unique_passages
+from agentr1_lite.retrieval import Passage, RetrievalError, make_search_tool, one_line, unique_passages
+from agentr1_lite.retrievers import HTTPRetriever, Retriever, make_retriever, recall_at_k
 from agentr1_lite.tasks import TaskSet, task
 from agentr1_lite.tasks.official import Example, validate
 
@@ -30,6 +33,26 @@ BENCHMARKS = {
 }
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "val"), "test": ("test",)}
 PREFERRED_FILES = ("distractor", "ans")  # of several official files of a split, the one with passages and answers
+# After Agent-R1 (arXiv 2511.14460): a thought before every call and before the answer, which its format reward asks for
+SYSTEM_PROMPT = """\
+You answer questions by looking facts up, one turn at a time. Every turn has two parts and nothing else.
+First a thought: <think>what is known by now, and what is still missing</think>
+Then one of these:
+- a search, while something is missing: <tool_call>{"name": "search", "arguments": {"query": "..."}}</tool_call>
+  Its reply shows passages. Ask for one fact at a time, and use what you have found in the next query.
+- the answer, once the passages hold it: <answer>a name, a date, a number, yes or no; as short as possible</answer>"""
+# By words in an error's type or text: what to do. The first that fits is said.
+HUB_ADVICE = {
+    r"gated|40[13]|authenticated": "accept its terms on the hub and log in with `hf auth login`",
+    r"ConnectionError|OfflineMode|LocalEntryNotFound|Timeout": "connect to the network for a first download",
+    r"(Unknown|Bad) split": "choose a split that it has",
+    r"Arrow|Parquet|Generat|Verification|NonMatching|ExpectedMore|Consistency|EOF|JSONDecode": (
+        "its cached copy looks half-downloaded: remove it from {cache} and load again"
+    ),
+    r"": "check its name",
+}
+KNOWN_TITLES = 0.8  # of the questions' evidence, below which a corpus is likely of another dump
+PROBED = 16  # questions that a server is tried with
 
 
 @dataclass
@@ -67,26 +90,41 @@ def _named_split(path: Path) -> str | None:
     return next((name for name, others in SPLITS.items() if set(others) & set(parts)), None)
 
 
-def _hub_rows(repository: str, benchmark: str, split: str) -> list[tuple[int, Mapping[str, Any]]]:
-    from datasets import load_dataset  # imported late: it takes seconds and local files do not need it
+def _hub_rows(
+    repository: str, benchmark: str, split: str, count: int | None = None
+) -> list[tuple[int, Mapping[str, Any]]]:
+    """The first ``count`` rows of a hub data set, streamed; all of them, through the cache, where it is None."""
+    from datasets import config, load_dataset  # imported late: it takes seconds and local files do not need it
 
-    default, config, _ = BENCHMARKS[benchmark]
+    default, configuration, _ = BENCHMARKS[benchmark]
     repository = default if repository == "hub" else repository
-    try:
-        rows = load_dataset(
-            repository, config if repository == default else None, split="validation" if split == "dev" else split
-        )
-    except Exception as error:  # the hub client raises dozens of types
-        reason = " ".join(str(error).split())[:200]
+    cached = Path(config.HF_DATASETS_CACHE, repository.replace("/", "___")).exists()
+    if not cached and not hub_reachable():
         raise DataError(
-            f"hub data set {repository!r}, split {split!r}: cannot be loaded ({type(error).__name__}: {reason}); "
-            "check name and network, or give a local file"
+            f"hub data set {repository!r} is not on this machine and {hub_host()} cannot be reached; connect to the "
+            "network for a first download, or give a local file"
+        )
+    name = configuration if repository == default else None
+    ask = partial(load_dataset, repository, name, split="validation" if split == "dev" else split)
+    try:
+        try:
+            rows = list(islice(ask(streaming=True), count)) if count is not None else list(ask())
+        except ConnectionError:
+            if count is None:
+                raise
+            rows = list(islice(ask(), count))  # what was downloaded before can be read without a network
+    except Exception as error:  # the hub client raises dozens of types
+        said = f"{type(error).__name__}: {one_line(error)}"
+        advice = next(advice for words, advice in HUB_ADVICE.items() if re.search(words, said, re.IGNORECASE))
+        raise DataError(
+            f"hub data set {repository!r}, split {split!r}: cannot be loaded ({said}); "
+            f"{advice.format(cache=config.HF_DATASETS_CACHE)}, or give a local file"
         ) from error
     return list(enumerate(rows, 1))
 
 
 def _source(
-    path_or_hub: str | Path, benchmark: str, split: str, dev_share: float
+    path_or_hub: str | Path, benchmark: str, split: str, dev_share: float, limit: int | None
 ) -> tuple[str, list, list[Problem], Path | None]:
     """Name, numbered rows, unreadable lines and folder of the data."""
     path = Path(path_or_hub).expanduser()
@@ -99,7 +137,8 @@ def _source(
         return str(path), rows, problems, path.parent
     if path.suffix or path.is_absolute() or str(path_or_hub).count("/") > 1 or str(path_or_hub)[:1] in (".", "~", ""):
         raise DataError(f"{path_or_hub}: no such file or folder; give an official file, its folder or a hub name")
-    return str(path_or_hub), _hub_rows(str(path_or_hub), benchmark, split), [], None
+    count = None if dev_share else limit
+    return str(path_or_hub), _hub_rows(str(path_or_hub), benchmark, split, count), [], None
 
 
 def _add_aliases(examples: list[Example], path: Path) -> None:
@@ -128,7 +167,8 @@ def load_split(
             them, ``"hub"`` for the benchmark's own repository, or ``owner/name``.
         split: train, dev (also validation) or test. A single file is that split
             as a whole unless ``dev_share`` divides it.
-        limit: at most so many tasks, from the top.
+        limit: at most so many tasks, from the top; from the hub only so many rows are downloaded, so that
+            rows left out are not made up for.
         dev_share: share of the questions, chosen by a hash of their id, that
             ``dev`` and ``test`` see and ``train`` does not.
         aliases: 2Wiki's ``id_aliases.json``; by default the one beside the file.
@@ -137,8 +177,10 @@ def load_split(
         raise DataError(f"benchmark {benchmark!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
     if not 0 <= dev_share < 1:
         raise DataError(f"dev_share {dev_share} must be at least 0 and below 1")
+    if limit is not None and limit < 1:
+        raise DataError(f"limit {limit} must be at least 1 question; leave it out for all")
     split = split_of(split)
-    name, rows, unreadable, folder = _source(path_or_hub, benchmark, split, dev_share)
+    name, rows, unreadable, folder = _source(path_or_hub, benchmark, split, dev_share, limit)
     examples, problems = validate(rows, benchmark, name)
     problems = sorted([*unreadable, *problems], key=lambda problem: problem.line)
     if not examples:
@@ -176,6 +218,34 @@ def load(
     return found.tasks
 
 
+def check_corpus(index: Retriever, tasks: list[Task]) -> None:
+    """Warn where few of the questions' evidence titles are in the corpus, raise where none is.
+
+    A server's titles are unknown, so it is tried with a few of the questions: raises where it does not answer, warns
+    where ten passages a question show no evidence at all.
+    """
+    proven = [task for task in tasks if task.evidence]
+    titles = {title for task in proven for title in task.evidence}
+    advice = "it may be of another dump, so take the one that the questions were made from"
+    if not proven:
+        return
+    if isinstance(index, HTTPRetriever):
+        try:
+            seen = recall_at_k(index, proven[:PROBED], (10,))[10]
+        except RetrievalError as error:
+            raise DataError(str(error)) from error
+        if not seen:
+            shown = f"corpus: the server shows no evidence of the first {len(proven[:PROBED])} questions"
+            warnings.warn(f"{shown} among ten passages each; {advice}", stacklevel=3)
+        return
+    share = len(titles & {p.title for p in index.passages}) / len(titles)
+    if share < KNOWN_TITLES:
+        shown = f"corpus: {share:.0%} of the {len(titles)} titles that prove the answers are among its passages"
+        if not share:
+            raise DataError(f"{shown} ({len(index.passages)}); {advice}")
+        warnings.warn(f"{shown}; {advice}", stacklevel=3)
+
+
 def _build(
     benchmark: str,
     split: str,
@@ -186,13 +256,33 @@ def _build(
     limit: int | None = None,
     dev_share: float = 0.0,
     aliases: str | Path | None = None,
+    corpus: str | Path | None = None,
+    retriever: str = "bm25",
+    url: str | None = None,
+    encoder: str | Callable[[list[str]], Any] | None = None,
     **env_options: Any,
 ) -> TaskSet:
-    """A benchmark's split with a BM25 search tool over the split's passages."""
+    """A benchmark's split with a search tool over ``corpus``, else over the split's own passages.
+
+    Args:
+        path, limit, dev_share, aliases: see :func:`load_split`.
+        k, failing, noisy: of the search tool, see ``make_search_tool``.
+        corpus: a passages file, or the folder of a saved index of this ``retriever``.
+        retriever: "bm25", "dense" or "http", see ``make_retriever``.
+        url: of the server, for "http".
+        encoder: for "dense": a sentence-transformers name or folder, or a function.
+        env_options: of ToolEnv; ``system_prompt`` is :data:`SYSTEM_PROMPT` where none is given.
+    """
     found = load_split(path, benchmark, split, limit=limit, dev_share=dev_share, aliases=aliases)
     warn_left_out(found.problems)
-    index = BM25(found.passages)
-    env = ToolEnv([make_search_tool(index, k, failing, noisy)], **{"benchmark": benchmark, **env_options})
+    own = found.passages if corpus is None and retriever != "http" else None
+    index = make_retriever(retriever, passages=own, path=corpus, url=url, encoder=encoder)
+    if own is None:
+        check_corpus(index, found.tasks)
+    options = {"benchmark": benchmark, "call_format": "hermes", "final_answer": "tag", **env_options}
+    if options.get("system_prompt") is None and (options["call_format"], options["final_answer"]) == ("hermes", "tag"):
+        options["system_prompt"] = SYSTEM_PROMPT  # which shows these two forms
+    env = ToolEnv([make_search_tool(index, k, failing, noisy)], **options)
     env.tasks = found.tasks
     return TaskSet(benchmark, split, found.tasks, env, index, found.problems)
 

@@ -13,6 +13,7 @@ _HOMES = {
     "controls": ("panel", "sliders"),
     "credit": ("credit", "credit_html"),
     "group": ("group_html",),
+    "memory": ("plan_figure", "plan_panel"),
     "player": ("StepPlayer",),
     "theme": ("COLORS", "Html", "esc", "figure", "line", "series", "show", "style"),
     "tokens": ("TokenTable", "from_messages", "token_table"),
