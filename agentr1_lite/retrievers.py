@@ -7,11 +7,12 @@ All have ``search(query, k)``, ``search_batch(queries, k)`` and ``passages``, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentr1_lite.dense import ENCODER, Dense, Encode
+from agentr1_lite.index_files import saved_folder
 from agentr1_lite.jsonl import DataError
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage, RetrievalError, load_passages
@@ -50,23 +51,33 @@ def make_retriever(kind: str = "bm25", **options: Any) -> Retriever:
 
     Options that are None count as not given. Raises :class:`DataError` on a name or an option nobody knows.
     """
-    if kind not in RETRIEVERS:
-        raise DataError(f"retriever {kind!r} is unknown; choose one of {', '.join(RETRIEVERS)}")
     given = {name: value for name, value in options.items() if value is not None}
-    takes = inspect.signature(RETRIEVERS[kind]).parameters
-    if wrong := [name for name in given if name not in takes]:
-        raise DataError(f"retriever {kind!r} has no option {wrong[0]!r}; it takes {', '.join(takes)}")
-    if missing := [name for name, p in takes.items() if p.default is p.empty and name not in given]:
-        raise DataError(f"retriever {kind!r} needs {missing[0]!r}; give it")
+    check_options(kind, given)
     if "passages" in given and "path" in given:
         raise DataError(f"retriever {kind!r} got passages and a path; give one of them")
     return RETRIEVERS[kind](**given)
 
 
+def check_options(kind: str, given: Iterable[str], names: Mapping[str, str] | None = None) -> None:
+    """Raise :class:`DataError` on a retriever nobody knows, and on an option that it does not have or that is missing.
+
+    ``names`` says what the caller's user calls the options, where not by their own names; only those are spoken of.
+    """
+    if not isinstance(kind, str) or kind not in RETRIEVERS:
+        raise DataError(f"retriever {kind!r} is unknown; choose one of {', '.join(RETRIEVERS)}")
+    takes = inspect.signature(RETRIEVERS[kind]).parameters
+    names = dict(zip(takes, takes, strict=True)) if names is None else names
+    if wrong := [names.get(name, name) for name in given if name not in takes]:
+        known = ", ".join(names[name] for name in takes if name in names)
+        raise DataError(f"retriever {kind!r} has no option {wrong[0]!r}; it takes {known}")
+    if missing := [name for name, p in takes.items() if p.default is p.empty and name not in given]:
+        raise DataError(f"retriever {kind!r} needs {names.get(missing[0], missing[0])!r}; give it")
+
+
 @register("bm25")
 def make_bm25(passages: Iterable[Any] = (), path: str | Path | None = None, k1: float = 1.5, b: float = 0.75) -> BM25:
     """BM25 in process; a saved folder keeps the constants it was saved with."""
-    if path is not None and Path(path).expanduser().is_dir():
+    if path is not None and saved_folder(path):
         return BM25.load(path)
     return BM25(passages if path is None else load_passages(path), k1=k1, b=b)
 
@@ -80,7 +91,7 @@ def make_dense(
     device: str | None = None,
 ) -> Dense:
     """Dense vectors; a saved folder is loaded, a passages file encoded."""
-    if path is not None and Path(path).expanduser().is_dir():
+    if path is not None and saved_folder(path):
         return Dense.load(path, encoder, device)
     passages = passages if path is None else load_passages(path)
     return Dense(passages, encoder=encoder or ENCODER, instruction=instruction, device=device)

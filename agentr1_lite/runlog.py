@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.config import Config, load_config
+from agentr1_lite.config import Config, ConfigError, load_config
 from agentr1_lite.jsonl import read_rows, write_rows, write_text
 from agentr1_lite.mdp import Trajectory, save_jsonl
 from agentr1_lite.versions import versions
@@ -90,6 +90,15 @@ class RunLog:
         """What a file holds so far; a row that a kill cut off is left out."""
         path = self.folder / file
         return read_rows(path)[0] if path.exists() else []
+
+    def check_same_model(self, config: Config) -> None:
+        """Raise ``ConfigError`` where a run would go on with another model: its weights would fit, and mean nothing."""
+        began = load_config(self.folder / "config.yaml")
+        for name in ("base_model", "lora_rank", "lora_alpha", "quantization"):
+            former, now = getattr(began.model, name), getattr(config.model, name)
+            if former != now:
+                said = f"run.output: {self.folder} began with model.{name} {former}, not {now}"
+                raise ConfigError(f"{said}; resume with the former, or start a run of its own")
 
     def resume(self, count: int, config: Config) -> None:
         """Make the changes again that the run's settings had seen up to step ``count``.

@@ -12,6 +12,9 @@ from typing import Any
 # model_type of a config.json → whether q, k and v have biases, whether q and k are normalised per head
 FAMILIES = {"qwen2": (True, False), "qwen3": (False, True), "llama": (False, False), "mistral": (False, False)}
 
+COUNTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+COUNTS += ("intermediate_size", "vocab_size")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -113,9 +116,14 @@ def shape_of(model: str | Path | Shape) -> Shape:
     from agentr1_lite import loading, storage
 
     source = loading.resolve(model)
+    if source.endswith(".gguf"):
+        raise loading.PolicyError(f"the shape of {source!r} is not read from GGUF files; plan with a name or folder")
     adapter = loading.adapter_settings(source)
     if adapter is not None:
-        return shape_of(storage.find_base(Path(source), adapter["base"])[0])
+        base = storage.find_base(Path(source), str(adapter["base"]))[0]
+        if loading.adapter_settings(base) is not None:
+            raise loading.PolicyError(f"adapter {source!r} names {base!r} as its base, which is an adapter itself")
+        return shape_of(base)
     known = {hub: name for name, hub in loading.HUB_IDS.items()}
     if source in known:
         return SHAPES[known[source]]
@@ -124,9 +132,10 @@ def shape_of(model: str | Path | Shape) -> Shape:
         config = AutoConfig.from_pretrained(source, **options)
     except Exception as error:
         said = " ".join(str(error).split())[:160].rstrip(". ")
+        advice = "its config.json is broken" if Path(source).is_dir() else "check the name and the network"
         raise loading.PolicyError(
             f"the shape of model {str(model)!r} could not be read ({said}); "
-            f"check the name and the network, or plan with one of {', '.join(SHAPES)}"
+            f"{advice}, or plan with one of {', '.join(SHAPES)}"
         ) from error
     return from_config(config, str(model))
 
@@ -139,15 +148,19 @@ def from_config(config: Any, name: str) -> Shape:
         raise PolicyError(
             f"model {name!r} is a {config.model_type!r}; its memory can be planned for {', '.join(FAMILIES)} alone"
         )
+    counts = {key: getattr(config, key) for key in COUNTS}
+    if wrong := next((key for key, value in counts.items() if not isinstance(value, int) or value < 1), None):
+        raise PolicyError(
+            f"config.json of {name!r}: {wrong} is {counts[wrong]!r}; expected a whole number of 1 or more"
+        )
+    stored = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if stored is not None:
+        raise PolicyError(f"model {name!r} is stored in {stored}; plan with the model that it was made from")
     return Shape(
         name,
-        config.hidden_size,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        config.num_key_value_heads,
+        *(counts[key] for key in COUNTS[:4]),
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        config.intermediate_size,
-        config.vocab_size,
+        *(counts[key] for key in COUNTS[4:]),
         tied=config.tie_word_embeddings,
         context=context_length(config),
         family=config.model_type,

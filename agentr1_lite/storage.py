@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import shutil
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,9 @@ from agentr1_lite.loading import FORMER, PolicyError, quiet, resolve
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE_FOLDER = "base"  # inside an adapter folder: a base model that has no name
+# What saves write: of models, adapters, critics and tokenizers of any kind
+WRITTEN = ("*.safetensors", "*.safetensors.index.json", "*config.json", "tokenizer*.json", "*tokens*.json", "*.jinja")
+WRITTEN += ("vocab.json", "merges.txt", "tokenizer.model", BASE_FOLDER, "README.md")
 
 
 def write_tensors(file: Path, weights: Mapping[str, Tensor]) -> None:
@@ -77,12 +83,22 @@ def write_adapter(folder: Path, settings: Any, weights: Mapping[str, Tensor], ba
 
 
 def check_target(path: Path) -> None:
-    """A save replaces a folder as a whole, so it must be new, empty, or a former checkpoint."""
+    """A save replaces a folder as a whole, so it must be new, empty, or hold what a save wrote and nothing else."""
     if path.exists() and not path.is_dir():
         raise PolicyError(f"{str(path)!r} is a file; give save a folder")
-    if path.is_dir() and any(path.iterdir()):
-        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise PolicyError(f"folder {str(path)!r} holds other files, which a save would replace; give a new folder")
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    others = [name for name in names if not any(fnmatch(name, pattern) for pattern in WRITTEN)]
+    if others or names and not any(_describes_model(path / name) for name in ("config.json", "adapter_config.json")):
+        held = f"holds {others[0]!r}" if others else "holds other files"
+        raise PolicyError(f"folder {str(path)!r} {held}, which a save would remove; give a new folder")
+
+
+def _describes_model(file: Path) -> bool:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and bool({"model_type", "peft_type"} & found.keys())
 
 
 def lasting_name(name: str | Path) -> str:
@@ -110,7 +126,16 @@ def assign(weights: dict[str, nn.Parameter], saved: dict[str, Tensor], where: st
             parameter.copy_(saved[key])
 
 
+def usual_modes(folder: Path) -> None:
+    """Give a temporary folder and its files the modes that others have: they are made for their owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for entry in (folder, *folder.rglob("*")):
+        entry.chmod((0o777 if entry.is_dir() else 0o666) & ~mask)
+
+
 def replace_folder(new: Path, path: Path) -> None:
+    usual_modes(new)
     former = path.with_name(path.name + FORMER)
     if path.exists():
         shutil.rmtree(former, ignore_errors=True)

@@ -22,13 +22,13 @@ from agentr1_lite import update
 from agentr1_lite.batch import Batch, collate
 from agentr1_lite.checkpoint import interruptible, load_checkpoint, restore_random_state, save_checkpoint
 from agentr1_lite.collect import Engines, collect
-from agentr1_lite.config import Config, load_config
+from agentr1_lite.config import Config, ConfigError, load_config
 from agentr1_lite.doctor import Doctor
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.importance import engine_metrics
 from agentr1_lite.losses import KLController, awr_weights
 from agentr1_lite.mdp import Task, Trajectory
-from agentr1_lite.optimizers import LossScale, make_optimizer
+from agentr1_lite.optimizers import LossScale, make_optimizer, optimizer_name
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.preferences import dpo_pairs, dpo_step
 from agentr1_lite.runlog import RunLog
@@ -235,7 +235,11 @@ class AgentR1Trainer:
     def _run(self, phase: str, steps: int, step: Callable[[int], Metrics]) -> list[Metrics]:
         if phase in self._ended_before:
             self._ended_before.remove(phase)
-            return []
+            last = self.finished[-1] == phase and not self.phase
+            if not last or self.step >= steps:
+                return []
+            self.finished.pop()
+            self.phase = phase  # the run ended with this phase, and is asked for more of it
         self._begin(phase)
         history, quiet = [], not (self.config.run.progress and self._leads)
         with interruptible(self), tqdm(total=steps, desc=phase, initial=self.step, disable=quiet) as bar:
@@ -317,6 +321,7 @@ class AgentR1Trainer:
             "version": self.policy.version,
             "kl_weight": self.kl.value,
             "loss_scale": asdict(self.loss_scale),
+            "optimizer": optimizer_name(self.config.training.optimizer, self.policy),
         }
         tensors = {"policy": self.policy.state_dict(), "optimizers": optimizers}
         return save_checkpoint(self.run_dir, self.count, tensors, state, self.config.run.keep)
@@ -324,6 +329,11 @@ class AgentR1Trainer:
     def resume(self) -> AgentR1Trainer:
         """Continue the run in ``config.run.output``: phases that ended are skipped once, the open one goes on."""
         tensors, state, _ = load_checkpoint(self.run_dir)
+        self.log.check_same_model(self.config)
+        kind = optimizer_name(self.config.training.optimizer, self.policy)
+        if kind != state.get("optimizer", kind):
+            said = f"run.output: {self.run_dir} was trained by {state['optimizer']}, not {kind}"
+            raise ConfigError(f"{said}; resume with training.optimizer={state['optimizer']}")
         self.policy.load_state_dict(tensors["policy"])
         self.phase, self.step, self.count = state["phase"], state["step"], state["count"]
         self.finished, self._ended_before = list(state["finished"]), list(state["finished"])

@@ -41,7 +41,7 @@ check_machine()
 #
 # Memory decides what a card can train, and it can be counted before anything is loaded: from the model's shape and
 # from what the code does in the three phases of a step. Here is Qwen2.5-3B in 4 bits on a free T4. Turn on *PPO*, turn
-# off *four bits* or *gradient checkpointing*, and see which phase breaks first. In a terminal it is
+# off *four bits*: it still fits. Turn off *gradient checkpointing*: which phase breaks? In a terminal it is
 # `python -m agentr1_lite plan qwen2.5-3b`; lesson 11 takes the plan apart.
 
 # %%

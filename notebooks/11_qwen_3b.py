@@ -80,7 +80,8 @@ RUNS = data_root().parent / "runs" / "lesson11"
 shutil.rmtree(RUNS, ignore_errors=True)
 
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-recipe = MODEL or ("qwen2.5-3b" if gpu is not None and gpu.total_memory >= 8 * 2**30 else "atlas-tiny")
+enough = gpu is not None and gpu.total_memory >= 7.5 * 2**30  # cards sold with 8 GB show a little less
+recipe = MODEL or ("qwen2.5-3b" if enough else "atlas-tiny")
 
 
 def configured(folder):
@@ -89,9 +90,10 @@ def configured(folder):
     return load_config(recipe, [*SETTINGS[recipe], *common])
 
 
-NOTE = f"dry run: {recipe} stands in, no figure of Qwen2.5-3B"
+NOTE = f"dry run: numbers of {recipe}, not of Qwen2.5-3B"
 NOTE = f"{recipe}, {STEPS} steps" if "qwen" in recipe else NOTE
-show(part(f"<h4>{NOTE}</h4>"), alt=NOTE)
+card = "torch sees no GPU" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB"
+show(part(f"<h4>{NOTE}</h4><p>{card}</p>"), alt=NOTE)
 
 # %% [markdown]
 # ## Plan
@@ -115,7 +117,7 @@ plan_panel(gpu_memory_gib=15)
 # Where a plan does not fit, it says what to change, each with the peak it leads to:
 
 # %%
-too_much = plan("qwen2.5-3b", 15, micro_batch_tokens=16384, group_size=16)
+too_much = plan("qwen2.5-3b", 15, batch_size=32, max_rows=256)
 print(*too_much.sentences(), sep="\n")
 
 # %% [markdown]
@@ -134,10 +136,11 @@ print(*too_much.sentences(), sep="\n")
 #
 # $b = 4.5$ bytes a weight in NF4 (half a byte is read, the 16-bit layer written and read). The update passes three
 # times: forward, forward again (recomputed layers), and backward to the activations; the frozen base needs no gradient.
-# An average episode is taken to hold 900 tokens behind its prompt, 300 of them sampled.
+# PPO's critic doubles the log-prob and update passes. A layer is taken to need 80 launches a token, an average episode
+# to hold 900 tokens behind its prompt, 300 of them sampled; a group's prompt is fed once. Evaluations come on top.
 #
-# These are **estimates from data sheets, until someone measures**: `python tests/gpu/run_gpu_checks.py` does, on any
-# CUDA machine.
+# These are **estimates from data sheets, until someone measures**: `python tests/gpu/run_gpu_checks.py` measures the
+# memory of each phase and tokens a second of rollout and update, on any CUDA machine; divide your tokens by them.
 
 # %%
 full = load_config("qwen2.5-3b")
@@ -160,26 +163,26 @@ print("estimates from data sheets; nothing in this table was measured")
 #
 # For HotpotQA the paper ([2511.14460](https://arxiv.org/abs/2511.14460) v1, table 3) reports an exact match of .1372
 # for Qwen2.5-3B-Instruct with tools and .4405 after GRPO. These two numbers are **theirs**, with another corpus and
-# another amount of training. The curve between them is an **assumption about its shape** (every `half` steps gain half
-# of the way that is left), drawn so that you can tell a slow start from a broken run. Yours may end lower.
+# far more training: 51,200 questions, where this recipe's 100 steps see 800. Do not expect .44 from it, nor the pace of
+# this curve. What lies between the two numbers is an **assumption about its shape**: early training gains most, and
+# every `half` of it gains half of the way that is left. It is drawn so that you can tell a slow start from a broken run.
 
 
 # %%
 def draw_expected(half):
     fig, ax = figure(7.5, 2.9)
-    x = torch.arange(0, 301)
-    ax.plot(x, [expected_curve(float(n), 0.1372, 0.4405, half) for n in x], label=f"assumed, half = {half}", **line(0))
+    x = torch.linspace(0, 100, 201)
+    ax.plot(x, [expected_curve(float(n), 0.1372, 0.4405, half) for n in x], label=f"assumed, half = {half} %", **line(0))
     for value, words in ((0.1372, "the paper: before"), (0.4405, "the paper: after GRPO")):
         ax.axhline(value, color=series(5), linestyle=":")
-        ax.annotate(words, (300, value + 0.012), ha="right", fontsize=8)
-    ax.axvspan(0, steps, color=series(4), alpha=0.15, lw=0)
-    ax.annotate(f"the recipe's {steps} steps", (steps / 2, 0.03), ha="center", fontsize=8)
-    ax.set(xlabel="step (the pace is assumed)", ylabel="exact match", ylim=(0, 0.5), title="Illustration, not measured")
+        ax.annotate(words, (100, value + 0.012), ha="right", fontsize=8)
+    ax.set(xlabel="share of the paper's training (%)", ylabel="exact match", ylim=(0, 0.5))
+    ax.set_title("Illustration, not measured")
     ax.legend(loc="center right", fontsize=8)
     return show(fig, alt="An assumed curve between the paper's exact match before and after GRPO")
 
 
-draw_expected(half=60)
+draw_expected(half=20)
 
 # %% [markdown]
 # ## Four bits
@@ -276,7 +279,7 @@ if importlib.util.find_spec("bitsandbytes"):
 # $$y = W x + \frac{\alpha}{r} B A x, \qquad A: (r, \text{in}), \quad B: (\text{out}, r), \quad B = 0 \text{ at the
 # start,}$$
 #
-# so that training starts from the base exactly. QLoRA is the two together: NF4 for $W$, LoRA for the rest.
+# so that training starts from the base exactly; the kit takes $\alpha = 2r$. QLoRA is the two together: NF4 for $W$, LoRA for the rest.
 
 
 # %%
@@ -303,7 +306,7 @@ adapter, GIB = shape.lora_weights(16), 2**30
 copies = plan("qwen2.5-3b", 80, lora_rank=0, quantization=None, dtype="float16", algorithm="PPO").parts["weights"]
 base = plan("qwen2.5-3b", 15).parts["weights"]
 rows = [
-    ("actor, reference, critic: three models in 16 bits", f"{copies:.1f} GiB", f"{shape.parameters:,} each"),
+    ("actor, reference, critic: three models in 16 bits", f"{copies:.1f} GiB", f"{shape.parameters:,} each, actor and critic"),
     ("one base in NF4", f"{base:.1f} GiB", "none"),
     ("an adapter of rank 16 on it, float32", f"{4 * adapter / GIB:.2f} GiB", f"{adapter:,}"),
     ("three of them: actor, reference, critic", f"{12 * adapter / GIB:.2f} GiB", "actor and critic"),
@@ -402,7 +405,7 @@ table(["", "questions", *(f"recall@{k}" for k in ks), "expert's EM"], rows)
 # ### The reward
 #
 # The paper's reward, `agent_r1`, looks at the form first: with the format score $f$ (the share of turns that are a
-# thought and a clean call, or at last a thought and an answer) it is exact match where $f = 1$, else $f - 1$. Four
+# thought and a clean call, or at last a thought and an answer) it is exact match where $f = 1$, else $f - 1$. Six
 # episodes played by hand on the toy:
 
 # %%
@@ -415,6 +418,8 @@ EPISODES = {
     "in format, wrong": ["<think>Who wrote it?</think>\n" + SEARCH, "<think>Hm.</think>\n<answer>Ambel</answer>"],
     "right, one thought missing": [SEARCH, "<think>Varga.</think>\n<answer>Torrenham</answer>"],
     "right, no thoughts": [SEARCH, "<answer>Torrenham</answer>"],
+    "in format, right, never searched": ["<think>I know it.</think>\n<answer>Torrenham</answer>"],
+    "in format, searches to the end": ["<think>Who wrote it?</think>\n" + SEARCH] * 5,
 }
 rows = []
 for name, turns in EPISODES.items():
@@ -425,7 +430,8 @@ for name, turns in EPISODES.items():
 table(["episode", "agent_r1"], rows)
 
 # %% [markdown]
-# Form pays before success does: that is what teaches a model to think and to call in the first steps. The
+# Form pays before success does: that is what teaches a model to think and to call in the first steps. Searching as such
+# pays nothing: an answer from memory earns as much, if it is right. The
 # recipe `qwen2.5-3b` trains on this reward; the recipes on Atlas train on exact match alone, for their small models
 # seldom write a thought.
 #
@@ -576,9 +582,9 @@ table([f"{len(after[0.0])} questions; {NOTE}", "EM", "95 % interval", "evidence 
 
 # %% [markdown]
 # The two need not agree. Training raises the *sampled* reward, little by little; greedy decoding takes the likelier
-# action, and leaps where that flips. The dry run's tiny model knows how to search a second time and does so in one of
-# three sampled episodes that need it, in hardly any greedy one. A few steps tip that single habit, and the greedy score
-# leaps while the sampled one moves by a fraction. Do not expect this of a real model.
+# action, and leaps where that flips. The dry run's tiny model knows how to search a second time, does so sometimes when
+# it samples and seldom when it is greedy. A few steps tip that single habit, and the greedy score leaps while the sampled
+# one moves by a fraction. Do not expect this of a real model.
 #
 # With so few questions the interval is wide: ± 0.1 takes about 100 questions, ± 0.03 about 1,000.
 # The recipe evaluates on 200; the paper's figures are of whole test sets.
@@ -763,7 +769,7 @@ check("unscaled", unscaled)
 # - Few questions give wide intervals. A figure without its interval and its model is no figure.
 #
 # **Break it and mend it.** Call `trainer.optimizers.clear()` after `resume()` and compare the weights again; give
-# `quantise` a block of 1,024 and watch the error; plan `qwen2.5-7b` for 16 GiB.
+# `quantise` a block of 1,024 and watch the error; plan `qwen2.5-7b` for 10 GiB.
 #
 # ## Where this lives in the package
 #

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import yaml
 
 from agentr1_lite import AgentR1Trainer, QwenPolicy, collect_trajectory, compute_gae, compute_returns, load_task
 from agentr1_lite.__main__ import main
+from agentr1_lite.checkpoint import load_checkpoint
 from agentr1_lite.config import load_config
 from agentr1_lite.mdp import load_jsonl
 from agentr1_lite.tasks.scripted import record
 
-COMMANDS = ("train", "evaluate", "chat", "play", "data", "doctor", "report")
+COMMANDS = ("train", "evaluate", "chat", "plan", "play", "merge", "data", "doctor", "report")
 SMALL = {
     "environment.max_turns": 2,
     "environment.max_turn_tokens": 8,
@@ -258,3 +260,62 @@ def test_the_overviews_interface_runs_as_written(work, monkeypatch):
     rows = [json.loads(line) for line in Path("overview/metrics.jsonl").read_text().splitlines()]
     assert [row["phase"] for row in rows] == ["imitation", "offline", "online"]
     assert len(load_jsonl("overview/trajectories/000003.jsonl")) == 16
+
+
+# Runs that ended, and their policies
+
+
+def test_a_run_that_ended_can_be_asked_for_more(work, monkeypatch, capsys):
+    """Its last phase goes on: the same weights as a run that was as long from the start."""
+    monkeypatch.chdir(work)
+    settings = {"rlhf__imitation_epochs": 0, "rlhf__offline_phase": "false"}
+    assert main(["train", *small(**settings, rlhf__online_rollouts=8, run__output="long")]) == 0
+    assert main(["train", *small(**settings)]) == 0
+    assert main(["train", *small(**settings), "--resume"]) == 0
+    assert "nothing was trained" in capsys.readouterr().out
+    assert main(["train", *small(**settings, rlhf__online_rollouts=8), "--resume"]) == 0
+    assert "nothing was trained" not in capsys.readouterr().out
+    long, short = (load_checkpoint(work / name)[0]["policy"] for name in ("long", "run"))
+    assert all(torch.equal(long[key], short[key]) for key in long)
+    assert len((work / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_policy_brings_the_settings_of_its_run(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    assert main(["train", *small(rlhf__online_rollouts=0, environment__max_turns=3)]) == 0
+    capsys.readouterr()
+    seen = []
+    monkeypatch.setattr("agentr1_lite.pipeline.make_task", lambda config, split, **knobs: seen.append(config) or 1 / 0)
+    for name in ("run", "run/policy"):
+        with pytest.raises(ZeroDivisionError):
+            main(["chat", "--policy", name, "--question", "who?"])
+        assert seen[-1].environment.max_turns == 3
+        assert Path(seen[-1].model.base_model).absolute() == work / "run" / "policy"
+    with pytest.raises(ZeroDivisionError):
+        main(["chat", "--policy", "model", "--question", "who?"])
+    assert seen[-1].environment.max_turns == load_config("atlas-tiny").environment.max_turns
+
+
+def test_a_run_that_has_not_ended_holds_no_policy(work, monkeypatch, capsys):
+    monkeypatch.chdir(work)
+    (work / "run").mkdir()
+    load_config("atlas-tiny").save(work / "run" / "config.yaml")
+    assert main(["merge", "run", "--output", "plain"]) == 2
+    assert "train --resume run.output=" in capsys.readouterr().err and not (work / "plain").exists()
+
+
+@pytest.mark.parametrize(
+    "setting", ["model.base_model=other", "model.lora_rank=2", "training.optimizer=paged_adamw_8bit"]
+)
+def test_a_run_is_not_resumed_as_another(work, monkeypatch, capsys, setting):
+    monkeypatch.chdir(work)
+    settings = {"rlhf__imitation_epochs": 0, "rlhf__offline_phase": "false"}
+    assert main(["train", *small(**settings)]) == 0
+    tiny.policy(model_seed=5).save(work / "other")
+    shutil.copytree(work / "run", work / "before")
+    capsys.readouterr()
+    assert main(["train", *small(**settings, rlhf__online_rollouts=8), setting, "--resume"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "resume with" in said
+    for name in ("metrics.jsonl", "config.yaml"):
+        assert (work / "run" / name).read_bytes() == (work / "before" / name).read_bytes()

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentr1_lite.exercises import EXERCISES, Exercise, Mistake, Verdict, check, exercises, find
+from agentr1_lite.exercises.compare import SHORT, shown, text
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -199,6 +202,11 @@ def unspeakable(x):
     raise Unspeakable
 
 
+class Lengthless(list):
+    def __len__(self):
+        return 1 // 0
+
+
 def within_itself(x):
     loop = []
     loop.append(loop)
@@ -210,8 +218,14 @@ def within_itself(x):
     [
         (1.0, lambda x: exit(), "it raises SystemExit: no message"),
         (1.0, unspeakable, "it raises Unspeakable: no message"),
-        (1.0, within_itself, "a list that cannot be shown, expected a number"),
+        (1.0, within_itself, "It returns [[[[[["),
         (1.0, lambda x: Unspeakable(), "a Unspeakable that cannot be shown, expected a number"),
+        (1.0, lambda x: 10**5000, "for x = 3, yours is about 10**5000, expected 1"),
+        (1.0, lambda x: -(10**5000), "yours is about -10**5000, expected 1"),
+        (7, lambda x: 10**5000, "yours is about 10**5000, expected 7"),
+        ([1.0, 2.0], lambda x: [1.0, 10**5000], "yours is [1.0, about 10**5000], expected [1.0, 2.0]"),
+        (1.0, lambda x: np.complex128(1), "expected a number"),
+        ([1.0], lambda x: Lengthless([1.0]), "a Lengthless that cannot be compared: it raises ZeroDivisionError"),
         (1.0, lambda x: torch.zeros((), device="meta"), "a Tensor that cannot be shown, expected a number"),
         (torch.eye(2), lambda x: torch.eye(2).to_sparse(), "a tensor of layout torch.sparse_coo on device cpu"),
         (torch.eye(2), lambda x: torch.eye(2, device="meta"), "on device meta, expected torch.strided on cpu"),
@@ -220,6 +234,48 @@ def within_itself(x):
 def test_hostile_answers_get_a_sentence(monkeypatch, wanted, function, words):
     monkeypatch.setitem(EXERCISES, "hostile", Exercise(1, "hostile", lambda x: wanted, lambda rng: (3,)))
     assert words in str(check("hostile", function))
+
+
+class Counted:
+    """Counts how many are written out; hashable and unequal to each other."""
+
+    written = 0
+
+    def __repr__(self):
+        Counted.written += 1
+        return "x"
+
+
+@pytest.mark.parametrize("wanted", [1.0, 7, "a", [1.0, 2.0], {"a": 1}, None, torch.eye(2), (torch.eye(2), 1.0)])
+@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys, lambda many: [many], lambda many: {"a": many}])
+def test_of_a_huge_answer_only_what_is_shown_is_written_out(monkeypatch, wanted, kind):
+    many = kind([Counted() for _ in range(10_000)])
+    wrong = [Mistake(lambda x, n=n: n, f"It is no {n}.") for n in range(100, 120)]
+    monkeypatch.setattr(Counted, "written", 0)
+    monkeypatch.setitem(EXERCISES, "huge", Exercise(1, "huge", lambda x: wanted, lambda rng: (3,), wrong))
+    said = str(check("huge", lambda x: many))
+    assert "x, x, x" in said or "x: None, x: None" in said
+    assert len(said) < 400 and Counted.written < 2_000
+
+
+def test_of_a_huge_text_or_tensor_the_beginning_or_shape_is_shown():
+    assert text("a" * 10**6) == repr("a" * (SHORT + 1)) and text(b"a" * 10**6) == repr(b"a" * (SHORT + 1))
+    assert shown(torch.zeros(1).expand(10**9)) == "a tensor of shape (1000000000,) and dtype torch.float32"
+
+
+plain = st.one_of(st.integers(-99, 99), st.text(max_size=5), st.booleans(), st.none())
+nested = st.recursive(
+    plain, lambda inner: st.lists(inner, max_size=4).map(tuple) | st.lists(inner) | st.dictionaries(plain, inner)
+)
+
+
+@given(nested)
+def test_a_short_value_is_shown_as_python_writes_it(value):
+    wanted = repr(value)
+    if len(wanted) <= SHORT:
+        assert text(value) == shown(value) == wanted
+    else:
+        assert shown(value) == f"{wanted[: SHORT - 1]}…"
 
 
 def test_interrupting_the_kernel_stops_a_check():

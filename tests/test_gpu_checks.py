@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPT = Path(__file__).parent / "gpu" / "run_gpu_checks.py"
@@ -33,3 +35,24 @@ def test_without_a_gpu_it_says_what_to_do():
     if not torch.cuda.is_available():
         done = run()
         assert done.returncode == 2 and "--device cpu" in done.stderr and done.stderr.count("\n") == 1
+
+
+WRONG = (
+    ["--model", "nonesuch"],
+    ["--recipe", "nonesuch"],
+    ["--dtypes", "float32,"],
+    ["--dtypes", "float8"],
+    ["--settings", "training.lr=x"],
+    ["--settings", "model.device=cuda"],
+    ["--settings", "training.engine=vllm"],
+    ["--json", "no/such/folder.json"],
+)
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_wrong_arguments_are_told_before_anything_is_built(monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "argv", ["run_gpu_checks.py", "--device", "cpu", "--model", "atlas-tiny", *arguments])
+    script = runpy.run_path(str(SCRIPT), run_name="checks")
+    assert script["main"]() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and len(said) < 400

@@ -30,26 +30,39 @@ def test_a_four_bit_recipe_without_a_gpu_is_refused_before_the_data_is_read(monk
 
 
 def test_trained_weights_are_not_float16():
-    with pytest.raises(ConfigError, match="float16.*lora_rank"):
-        guards.refuse(config(model={"dtype": "float16"}))
+    for dtype in ("float16", "bfloat16"):
+        with pytest.raises(ConfigError, match=f"{dtype}.*lora_rank"):
+            guards.refuse(config(model={"dtype": dtype}))
     guards.refuse(config(model={"dtype": "float16", "lora_rank": 4}))
 
 
+LORA_3B = {"base_model": "qwen2.5-3b", "lora_rank": 16}
+
+
 @pytest.mark.parametrize(
-    "model, lr, warned",
+    "model, settings, warned",
     [
-        ({"base_model": "qwen2.5-3b", "lora_rank": 16}, 5e-5, True),
-        ({"base_model": "owner/other", "lora_rank": 16}, 5e-5, True),
-        ({"base_model": "qwen2.5-3b", "lora_rank": 16}, 1e-5, False),
-        ({"base_model": "smollm2-135m", "lora_rank": 16}, 1e-4, False),
-        ({"base_model": "atlas-tiny"}, 5e-4, False),
-        ({"base_model": "atlas-tiny"}, 5e-3, True),
+        (LORA_3B, {"training": {"lr": 5e-5}}, ["training.lr"]),
+        ({"base_model": "owner/absent", "lora_rank": 16}, {"training": {"lr": 5e-5}}, []),
+        (LORA_3B, {"training": {"lr": 1e-5}}, []),
+        (LORA_3B, {"training": {"lr": 1e-5}, "rlhf": {"imitation_epochs": 1}}, ["rlhf.imitation_lr"]),
+        (LORA_3B, {"training": {"lr": 1e-5}, "rlhf": {"offline_phase": True}}, ["rlhf.offline_lr"]),
+        (LORA_3B, {"training": {"lr": 5e-5}, "rlhf": {"online_rollouts": 0}}, []),
+        ({"base_model": "qwen2.5-0.5b"}, {"training": {"lr": 1e-5}}, ["training.lr"]),
+        ({"base_model": "smollm2-135m", "lora_rank": 16}, {"training": {"lr": 1e-4}}, []),
+        ({"base_model": "atlas-tiny"}, {"training": {"lr": 5e-4}}, []),
+        ({"base_model": "atlas-tiny"}, {"training": {"lr": 5e-3}}, ["training.lr"]),
     ],
 )
-def test_learning_rates_that_are_known_to_collapse_are_named(monkeypatch, model, lr, warned):
+def test_learning_rates_that_are_known_to_collapse_are_named(monkeypatch, model, settings, warned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    said = guards.advice(config(model=model, training={"lr": lr}))
-    assert bool(said) is warned and all("training.lr" in sentence for sentence in said)
+    settings = {**settings, "rlhf": {"imitation_epochs": 0, "offline_phase": False, **settings.get("rlhf", {})}}
+    said = guards.advice(config(model=model, **settings))
+    assert [sentence.split()[0] for sentence in said] == warned
+
+
+def test_a_folder_of_a_small_model_is_small(tmp_path):
+    assert guards.is_small(str(tiny.policy().save(tmp_path / "small")))
 
 
 def test_shipped_recipes_have_nothing_to_be_warned_of_but_a_missing_gpu(monkeypatch):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -361,6 +362,55 @@ def test_2wiki_aliases_beside_the_file_are_golds(tmp_path):
     assert score_answer("german ocean", first.golds, "2wiki")["em"] == 1
 
 
+@pytest.mark.parametrize(
+    "fields, golds",
+    [
+        ({"aliases": "NYC"}, ("NYC",)),
+        ({"aliases": ["", None, 5, " ", " NYC "]}, ("5", "NYC")),
+        ({"aliases": None, "demonyms": "New Yorker"}, ("New Yorker",)),
+        ({"aliases": [1.5, "North Sea"], "demonyms": []}, ("1.5",)),
+        ({}, ()),
+    ],
+)
+def test_aliases_are_names_as_in_the_rows(tmp_path, fields, golds):
+    write_rows(tmp_path / "dev.jsonl", [hotpot_row("Vik", answer_id="Q1")])
+    write_rows(tmp_path / "id_aliases.json", [{"Q_id": "Q1", **fields}])
+    (task,) = load(tmp_path / "dev.jsonl", "2wiki", "dev")
+    assert task.golds == ("North Sea", *golds)
+
+
+@pytest.mark.parametrize(
+    "row, reason",
+    [
+        ({"Q_id": "Q2", "aliases": 5}, "aliases is a int, not a list of names"),
+        ({"Q_id": "Q2", "demonyms": 0}, "demonyms is a int, not a list of names"),
+        ({"Q_id": "Q2", "aliases": {"a": "b"}}, "aliases is a dict, not a list of names"),
+        ({"Q_id": "Q2", "aliases": ["a", ["b"]]}, "aliases holds a list, not only names"),
+        ({"Q_id": "Q2", "demonyms": [True]}, "demonyms holds a bool, not only names"),
+        ({"Q_id": ["Q2"], "aliases": []}, "Q_id is missing or not text"),
+        ({"Q_id": " "}, "Q_id is missing or not text"),
+        ({"a": 1}, "Q_id is missing or not text"),
+        (hotpot_row("Lom"), "Q_id is missing or not text"),
+    ],
+)
+def test_a_row_of_aliases_that_is_none_is_named(tmp_path, row, reason):
+    write_rows(tmp_path / "dev.jsonl", [hotpot_row("Vik", answer_id="Q1")])
+    write_rows(tmp_path / "other.jsonl", [{"Q_id": "Q1", "aliases": []}, row])
+    with pytest.raises(DataError, match=rf"other.jsonl, line 2: {reason}; repair the alias file"):
+        load(tmp_path / "dev.jsonl", "2wiki", "dev", aliases=str(tmp_path / "other.jsonl"))
+
+
+def test_aliases_of_other_questions_are_pointed_out(tmp_path):
+    write_rows(tmp_path / "dev.jsonl", [hotpot_row("Vik"), hotpot_row("Lom", answer_id="Q1")])
+    write_rows(tmp_path / "id_aliases.json", [{"Q_id": "Q2", "aliases": ["x"]}])
+    with pytest.warns(UserWarning, match="id_aliases.json: none of the 2 questions has an answer_id among its 1"):
+        load(tmp_path / "dev.jsonl", "2wiki", "dev")
+    write_rows(tmp_path / "id_aliases.json", [{"Q_id": "Q1", "aliases": ["x"]}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(tmp_path / "dev.jsonl", "2wiki", "dev", limit=1)[0].golds == ("North Sea",)
+
+
 def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path):
     write_rows(tmp_path / "rows.jsonl", [musique_row("Vik")])
     write_text(tmp_path / "empty.jsonl", "")
@@ -375,8 +425,18 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path):
         with pytest.raises(DataError) as caught:
             load(path, benchmark, split)
         assert words in str(caught.value) and "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="limit 0 must be at least 1 question"):
-        load(tmp_path / "rows.jsonl", "musique", limit=0)
+    for knob, values in (
+        ("limit", (0, -1, "x", "3", 2.5, 2.0, True, [1])),
+        ("dev_share", (1, 1.5, -0.1, float("nan"), "x", None, True)),
+        ("aliases", (5, ["a"], True)),
+    ):
+        for value in values:
+            with pytest.raises(DataError, match=re.escape(f"{knob} {value!r} ")) as caught:
+                load(tmp_path / "rows.jsonl", "musique", **{knob: value})
+            assert "; " in str(caught.value) or "must be" in str(caught.value)
+    for path in (5, None, ["rows.jsonl"]):
+        with pytest.raises(DataError, match=re.escape(f"path {path!r} is a {type(path).__name__}, not a path; give")):
+            load(path, "musique")
 
 
 @settings(deadline=None)
@@ -384,9 +444,15 @@ def test_what_cannot_be_loaded_is_said_in_one_sentence(tmp_path):
 def test_a_file_divided_by_dev_share_leaks_no_question(tmp_path_factory, ids, share):
     path = tmp_path_factory.mktemp("rows") / "train.jsonl"
     write_rows(path, [hotpot_row(identity) for identity in sorted(ids)])
-    train = {t.id for t in load_split(path, "hotpotqa", "train", dev_share=share).tasks}
-    dev = {t.id for t in load_split(path, "hotpotqa", "dev", dev_share=share).tasks}
-    assert train | dev == ids and not train & dev
+    found, empty = {"train": set(), "dev": set()}, []
+    for split in found:
+        try:
+            found[split] = {t.id for t in load_split(path, "hotpotqa", split, dev_share=share).tasks}
+            assert found[split]
+        except DataError as error:  # never an empty split
+            assert f"none of its {len(ids)} questions falls to {split} with dev_share {share}; choose" in str(error)
+            empty.append(split)
+    assert found["train"] | found["dev"] == ids and not found["train"] & found["dev"] and len(empty) < 2
 
 
 def test_a_file_of_another_split_is_pointed_out(tmp_path):

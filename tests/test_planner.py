@@ -314,3 +314,58 @@ def test_panel_redraws_with_its_controls():
     made.set("lora_rank", 0)  # full training in float32
     assert "qwen2.5-0.5b needs" in made.picture.html
     assert "It does not fit" in made.picture.html
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_attention_heads": 0}, "could not be read|num_attention_heads is 0"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "stored in gptq"),
+        ({"model_type": "mamba"}, "mamba"),
+    ],
+)
+def test_configurations_that_cannot_be_planned(tmp_path, change, said):
+    config = {"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 100, **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=said) as error:
+        plan(tmp_path, 16)
+    assert "\n" not in str(error.value)
+
+
+def test_an_adapter_of_itself_and_files_of_weights(tmp_path):
+    settings = {"base_model_name_or_path": str(tmp_path), "r": 4, "lora_alpha": 8}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="is an adapter itself"):
+        plan(tmp_path, 16)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="GGUF"):
+        planner.config_of(str(tmp_path / "x.gguf"), [])
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"engine": "foo"}, {"engine_memory": -1}, {"engine_memory": "x"}, {"gpu_memory_gib": 1e300}]
+)
+def test_odd_numbers_are_told(wrong):
+    with pytest.raises(ValueError):
+        plan("qwen2.5-3b", **{"gpu_memory_gib": 16, **wrong})
+
+
+def test_bfloat16_means_a_card_that_has_it():
+    assert plan("qwen2.5-3b", 14.7, dtype="bfloat16").setting.flash
+    assert not plan("qwen2.5-3b", 14.7).setting.flash
+
+
+@pytest.mark.parametrize(
+    "values", [{"gpu_memory_gib": 141}, {"gpu_memory_gib": None}, {"response_tokens": 20000}, {"lora_rank": 256}]
+)
+def test_the_panel_takes_what_a_plan_takes(values):
+    assert "GiB" in plan_panel(static=True, **values)._repr_html_()
+
+
+def test_the_panel_says_what_to_type():
+    page = plan_panel(static=True, model="qwen2.5-7b")._repr_html_()
+    assert "model=&#x27;qwen2.5-7b&#x27;" in page
+    with pytest.raises(ValueError, match="DPO"):
+        plan_panel(algorithm="DPO")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 
 import pytest
 import tiny
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from agentr1_lite import forward, loading
 from agentr1_lite.batch import Batch, collate
@@ -405,7 +407,11 @@ def test_a_save_replaces_nothing_but_checkpoints(tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("x")
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
-    for name in ("mine", "file"):
+    for name, text in {"web": '{"my": "project"}', "noted": '{"model_type": "qwen2"}'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    (tmp_path / "noted" / "notes.txt").write_text("x")
+    for name in ("mine", "file", "web", "noted"):
         with pytest.raises(PolicyError) as error:
             tiny.policy().save(tmp_path / name)
         assert "folder" in one_sentence(error)
@@ -555,3 +561,41 @@ def test_a_mask_where_it_could_be_left_out_changes_nothing(monkeypatch):
     monkeypatch.setattr(forward, "wants_mask", lambda device: True)
     torch.testing.assert_close(policy.log_probs(batch, share_prompt=False).logprobs, without, atol=1e-5, rtol=0)
     torch.testing.assert_close(policy.log_probs(batch).logprobs, without, atol=1e-5, rtol=0)
+
+
+def test_a_merge_never_replaces_an_adapter(tmp_path):
+    policy = tiny.policy(lora_rank=4)
+    folder = policy.save(tmp_path / "adapter")
+    with pytest.raises(PolicyError, match="holds an adapter"):
+        QwenPolicy(folder, device="cpu").merge(folder)
+    assert (folder / "adapter_model.safetensors").is_file()
+    again = policy.merge(policy.merge(tmp_path / "plain"))
+    assert (again / "model.safetensors").is_file()
+
+
+def test_saved_files_can_be_read_by_others(tmp_path):
+    former = os.umask(0o022)
+    try:
+        folder = tiny.policy(lora_rank=4).save(tmp_path / "policy")
+    finally:
+        os.umask(former)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir() if file.is_file()} == {0o644}
+
+
+@pytest.mark.parametrize("device", ["meta", "vulkan", "nonesuch"])
+def test_devices_that_run_nothing(device):
+    with pytest.raises(PolicyError, match="device"):
+        loading.pick_device(device)
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (MistralConfig(max_position_embeddings=512, sliding_window=100), 100),
+        (MistralConfig(max_position_embeddings=512, sliding_window=None), 512),
+        (Qwen2Config(max_position_embeddings=512, sliding_window=100, use_sliding_window=False), 512),
+    ],
+)
+def test_a_sliding_window_counts_as_its_width(config, expected):
+    assert loading.context_length(config) == expected

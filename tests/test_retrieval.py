@@ -5,8 +5,10 @@ import json
 import math
 import pickle
 import random
+import re
 import threading
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +17,7 @@ from agentr1_lite import retrieval
 from agentr1_lite.jsonl import DataError, write_rows, write_text
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage, make_search_tool, read_passages, unique_passages, words
+from agentr1_lite.retrievers import make_retriever
 
 CORPUS = [
     Passage("Oslo", "Oslo is the capital of Norway."),
@@ -207,7 +210,7 @@ def test_saving_replaces_an_index_and_nothing_else(tmp_path):
     (tmp_path / "notes").mkdir()
     write_text(tmp_path / "notes" / "diary.txt", "mine")
     for path in (tmp_path / "notes", tmp_path / "notes" / "diary.txt"):
-        with pytest.raises(DataError, match="holds something else, which saving the index would replace"):
+        with pytest.raises(DataError, match="holds something else .*, which saving the index would replace"):
             BM25(CORPUS).save(path)
     BM25(CORPUS).save(tmp_path / "index")
     BM25(CORPUS[:2]).save(tmp_path / "index")
@@ -224,6 +227,50 @@ def test_saving_replaces_an_index_and_nothing_else(tmp_path):
             broken.save(tmp_path / folder)
     assert len(BM25.load(tmp_path / "index")) == 2
     assert saved_files(tmp_path) == ["index", "notes"]
+
+
+def everything(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ['{"my": "web"}', "{", "[1]", '{"kind": "bm25"}', '{"kind": 3, "files": {"passages.jsonl": "0"}}'],
+)
+def test_an_index_json_of_somebody_else_is_not_replaced(tmp_path, manifest):
+    write_text(tmp_path / "site" / "index.json", manifest)
+    write_text(tmp_path / "site" / "main.js", "mine")
+    before = everything(tmp_path)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"site: holds something else \((index.json|main.js)\), which saving"):
+            BM25(CORPUS).save(tmp_path / "site")
+        assert everything(tmp_path) == before
+        (tmp_path / "site" / "main.js").unlink(missing_ok=True)  # alone the file is foreign all the same
+        before = everything(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a note.txt", ".hidden", "z/inner/diary.txt", "vectors.npy"])
+@pytest.mark.parametrize("place", ["index", "index.former"])
+def test_what_a_user_put_into_a_saved_index_is_not_removed(tmp_path, name, place):
+    BM25(CORPUS).save(tmp_path / place)
+    write_text(tmp_path / place / name, "mine")
+    before = everything(tmp_path)
+    with pytest.raises(DataError, match=rf"{place}: holds something else \({name.split('/')[0]}\)"):
+        BM25(CORPUS[:1]).save(tmp_path / "index")
+    assert everything(tmp_path) == before
+    assert len(BM25.load(tmp_path / "index")) == len(CORPUS)  # which reads past it
+
+
+def test_the_former_index_of_a_killed_save_is_loaded_and_a_damaged_one_saved_anew(tmp_path):
+    BM25(CORPUS).save(tmp_path / "index")
+    (tmp_path / "index").rename(tmp_path / "index.former")
+    for load in (BM25.load, lambda path: make_retriever("bm25", path=str(path))):
+        assert load(tmp_path / "index").passages == unique_passages(CORPUS)
+    BM25(CORPUS[:2]).save(tmp_path / "index")
+    assert len(BM25.load(tmp_path / "index")) == 2 and saved_files(tmp_path) == ["index"]
+    (tmp_path / "index" / "passages.jsonl").unlink()
+    BM25(CORPUS[:3]).save(tmp_path / "index")
+    assert len(BM25.load(tmp_path / "index")) == 3
 
 
 @pytest.mark.parametrize(
@@ -313,6 +360,8 @@ def test_shares_of_failures_and_noise():
 
 
 def test_bad_settings_of_the_tool_are_named():
-    for options, words_ in (({"failing": 1.5}, "failing 1.5"), ({"noisy": -0.1}, "noisy -0.1"), ({"k": 0}, "k 0")):
-        with pytest.raises(ValueError, match=words_):
-            make_search_tool(BM25(CORPUS), **options)
+    for name, values in (("failing", (1.5, "x", None)), ("noisy", (-0.1, [0])), ("k", (0, "3", 2.5, True, None))):
+        for value in values:
+            with pytest.raises(ValueError, match=re.escape(f"search tool: {name} {value!r} ")):
+                make_search_tool(BM25(CORPUS), **{name: value})
+    assert make_search_tool(BM25(CORPUS), k=np.int64(2)).k == 2

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -11,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentr1_lite.env import ToolEnv
@@ -20,6 +21,7 @@ from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage, make_search_tool, words
 from agentr1_lite.retrievers import Dense, HTTPRetriever, RetrievalError, make_retriever, recall_at_k
 from agentr1_lite.tasks import load_task
+from agentr1_lite.tasks.multihop import check_corpus
 
 CORPUS = [
     Passage("Oslo", "Oslo is the capital of Norway."),
@@ -82,6 +84,11 @@ def test_retrievers_come_by_name(tmp_path):
         ("http", {}, "retriever 'http' needs 'url'; give it"),
         ("bm25", {"passages": CORPUS, "path": "x"}, "got passages and a path; give one"),
         ("bm25", {"path": "gone.jsonl"}, "gone.jsonl: cannot be read"),
+        ("bm25", {"path": 5}, "path 5 is a int, not a path; give a file or a folder as text"),
+        ("dense", {"path": ["a"]}, "path ['a'] is a list, not a path"),
+        ("bm25", {"path": "~nobody-of-this-name/x"}, "write the folder out"),
+        ("dense", {"passages": CORPUS, "encoder": 5}, "encoder 5 is neither a model's name nor a function"),
+        (["bm25"], {}, "retriever ['bm25'] is unknown; choose one of bm25"),
         ("http", {"url": "localhost:8000"}, "expected http://host:port/retrieve"),
         ("http", {"url": "http://localhost:8000"}, "expected http://host:port/retrieve"),
         ("http", {"url": "file:///etc/search"}, "expected http://host:port/retrieve"),
@@ -154,6 +161,13 @@ def test_dense_is_saved_beside_its_passages_and_not_encoded_again(faiss, tmp_pat
     other = Dense.load(tmp_path / "index", encoder=lambda texts: bag_of_words(texts, 32))
     with pytest.raises(RetrievalError, match="vectors of 32 numbers and the index holds 64"):
         other.search("Oslo")
+    (tmp_path / "index").rename(tmp_path / "index.former")  # as a killed save leaves it
+    assert Dense.load(tmp_path / "index", encoder=bag_of_words).passages == index.passages
+    assert make_retriever("dense", path=tmp_path / "index", encoder=bag_of_words).passages == index.passages
+    write_rows(tmp_path / "index.former" / "mine.jsonl", [])
+    with pytest.raises(DataError, match=r"index.former: holds something else \(mine.jsonl\)"):
+        index.save(tmp_path / "index")
+    assert not (tmp_path / "index").exists()
     Dense([], encoder=bag_of_words).save(tmp_path / "empty")
     assert Dense.load(tmp_path / "empty", encoder=bag_of_words).search("x") == []
 
@@ -238,15 +252,38 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.requests.append(("GET", self.path))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"result": [[]], "query_results": [[]]}')
+
+    def drip(self, before, after):
+        """Spaces one by one until the test is over, or the client has waited far too long and gets its answer."""
+        with contextlib.suppress(OSError):
+            self.wfile.write(before)
+            for _ in range(200):
+                if self.server.release.wait(0.02):
+                    break
+                self.wfile.write(b" ")
+            self.wfile.write(after)
+
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status, body = 200, json.dumps(self.server.answer(self.path, asked))
         if self.server.replies:
-            status, body = self.server.replies.pop(0)
+            status, body, *headers = self.server.replies.pop(0)
+        else:
+            headers = []
+        if status == "drip":
+            self.drip(headers[0], headers[1] + body.encode())
+            return
         if status is None:  # says nothing until the test is over
             self.server.release.wait(30)
             return
         self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body.encode())
 
@@ -282,17 +319,76 @@ def test_both_servers_give_what_their_index_finds(server, path, shape):
 def test_hits_without_scores_and_in_other_shapes(server):
     hits = [
         {"id": 7, "contents": "Moi\nMoi is a village."},
-        {"document": {"title": "Vik", "contents": '"Vik"\nVik is a town.'}, "score": None},
-        {"document": {"title": "Lom", "contents": "Lom has a church.\nIt is old."}, "score": "0.5"},
+        {"document": {"title": "Vik", "contents": '"Vik"\nVik is a town.'}},
+        {"document": {"title": "Lom", "contents": "Lom has a church.\nIt is old."}, "score": -0.5},
         {"document": {"contents": "one line"}, "score": 2},
     ]
     server.replies.append((200, json.dumps({"result": [hits]})))
     assert HTTPRetriever(server.url("/retrieve")).search("x", 9) == [
         Passage("Moi", "Moi is a village.", 0.0, "7"),
         Passage("Vik", "Vik is a town."),
-        Passage("Lom", "Lom has a church.\nIt is old."),
+        Passage("Lom", "Lom has a church.\nIt is old.", -0.5),
         Passage("", "one line", 2.0),
     ]
+
+
+def lists_of(*queries, name="query"):
+    rows = [{name: q, "results": [{"document": {"title": q, "text": "x"}, "score": 1.0}]} for q in queries]
+    return json.dumps({"query_results": rows})
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.permutations(["Oslo", "Lund", "Bergen"]))
+def test_hits_go_to_the_query_they_name(server, order):
+    asked = ["Oslo", "Lund", "Bergen"]
+    server.replies = [(200, lists_of(*order)), (200, lists_of(*order, name="q"))]
+    found = [HTTPRetriever(server.url("/search")).search_batch(asked, 1) for _ in range(2)]
+    assert [hits[0].title for hits in found[0]] == asked
+    assert [hits[0].title for hits in found[1]] == order  # nothing names a query, so place says it
+
+
+@pytest.mark.parametrize("named", [("Oslo", "Moss"), ("Oslo", "Oslo"), ("lund", "Oslo")])
+def test_hits_of_queries_that_nobody_asked_are_refused(server, named):
+    server.replies = [(200, lists_of(*named))]
+    with pytest.raises(RetrievalError, match="gave hits of other queries, none of 'Lund'"):
+        HTTPRetriever(server.url("/search")).search_batch(["Oslo", "Lund"], 1)
+
+
+@pytest.mark.parametrize(
+    "score", ["1" + "0" * 400, "1" + "0" * 5000, "NaN", "-Infinity", '"nan"', '"0.5"', "null", "true", "[1]"]
+)
+def test_a_score_that_is_no_finite_number_is_one_sentence(server, score):
+    server.replies = [(200, '{"result": [[{"document": {"text": "x"}, "score": ' + score + "}]]}")]
+    with pytest.raises(RetrievalError, match="not 'result' with hits .*; check that it speaks") as caught:
+        HTTPRetriever(server.url("/retrieve")).search("Oslo")
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_told_and_not_followed(server, status):
+    where = server.url("/elsewhere")
+    server.replies = [(status, "", ("Location", where))]
+    with pytest.raises(RetrievalError, match=f"1 of 3 tries .* 'HTTP {status} .* to {where}'"):
+        HTTPRetriever(server.url("/retrieve")).search("Oslo")
+    assert len(server.requests) == 1
+
+
+DRIPS = {
+    "status": (b"HTTP/1.0 200 ", b"\r\n\r\n"),
+    "headers": (b"HTTP/1.0 200 OK\r\nX-Slow:", b"\r\n\r\n"),
+    "body": (b"HTTP/1.0 200 OK\r\n\r\n", b""),
+}
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_a_server_that_drips_meets_the_deadline(server, part):
+    reply = json.dumps({"result": [[{"text": "x", "title": "Lund"}]]})
+    server.replies = [("drip", reply, *DRIPS[part])] * 2
+    client = HTTPRetriever(server.url("/retrieve"), deadline=0.2)
+    with pytest.raises(RetrievalError, match="1 of 3 tries in 0.2 s failed, the last with '.*timed out"):
+        client.search("Oslo")
+    with pytest.raises(DataError, match="in 0.2 s failed, the last with '.*timed out"):
+        check_corpus(client, [TASK])
 
 
 def test_answers_are_kept_by_query_and_k(server):
@@ -440,6 +536,26 @@ def test_a_task_searches_a_server_that_is_tried_before_anything_starts(server, t
         load_task("hotpotqa", **knobs, url=server.url("/search"))
     with pytest.raises(DataError, match="'http' needs 'url'"):
         load_task("hotpotqa", **knobs)
+
+
+@pytest.mark.parametrize(
+    "knobs, reason",
+    [
+        ({"retriever": "http", "corpus": "x", "url": "http://h/search"}, "'http' has no option 'corpus'; it takes url"),
+        ({"retriever": "http", "encoder": "x", "url": "http://h/search"}, "no option 'encoder'; it takes url"),
+        ({"url": "http://h/search"}, "'bm25' has no option 'url'; it takes corpus"),
+        ({"encoder": "x"}, "'bm25' has no option 'encoder'; it takes corpus"),
+        ({"retriever": "dense", "url": "x"}, "'dense' has no option 'url'; it takes corpus, encoder"),
+        ({"retriever": 5}, "retriever 5 is unknown; choose one of bm25, dense, http"),
+        ({"corpus": 5}, "corpus 5 is a int, not a path"),
+        ({"corpus": {"a": 1}}, "corpus {'a': 1} is a dict, not a path"),
+    ],
+)
+def test_a_task_speaks_of_its_own_knobs_and_before_it_reads_anything(knobs, reason):
+    with pytest.raises(DataError) as caught:
+        load_task("hotpotqa", path="gone.jsonl", **knobs)
+    assert reason in str(caught.value)
+    assert not any(word in str(caught.value) for word in ("k1", "passages", "instruction", "deadline"))
 
 
 def test_a_task_searches_dense_vectors(tmp_path):

@@ -33,7 +33,7 @@ from agentr1_lite.views import (
     trajectory_html,
 )
 from agentr1_lite.views.theme import COLORS, style
-from agentr1_lite.views.trajectory import Scale, labels
+from agentr1_lite.views.trajectory import Scale, facts, labels
 
 HOSTILE = '<script>alert(1)</script><img src=x onerror="a()">&lt;\'</p></style>\0\ud800\u202eevil <|im_end|> שלום'
 VOID = {"input", "img", "br", "meta"}
@@ -416,3 +416,18 @@ def test_the_theme_asks_the_host_before_the_system():
     assert places == sorted(places) and "html[theme=dark]" in css
     assert esc("\0<\ud800a\u202eb\n") == "⟨0000⟩&lt;⟨D800⟩a⟨202E⟩b\n"
     assert show("<p>x</p>", alt="p").startswith('<div class="ar1') and show(show("x")) == show("x")
+
+
+@pytest.mark.parametrize(
+    ("golds", "reward", "parts", "scored"),
+    [
+        ([], 0.0, {"em": 0.0}, False),
+        (["Oslo"], 0.0, {"em": 0.0}, True),
+        ([], 1.0, {"em": 0.0}, True),
+        ([], 0.0, {"task_success": 0.0}, True),
+    ],
+)
+def test_a_question_without_a_known_answer_is_not_scored(golds, reward, parts, scored):
+    made = Trajectory("t", "g", segments=[Segment()], golds=golds, reward=reward, reward_parts=parts, answer="no")
+    assert ("reward 0" in facts(made) or "reward 1" in facts(made)) is scored
+    assert ("not scored" in facts(made)) is not scored

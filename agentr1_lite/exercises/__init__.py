@@ -23,7 +23,6 @@ import html
 import importlib
 import inspect
 import linecache
-import math
 import pkgutil
 import random
 import traceback
@@ -35,10 +34,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentr1_lite.exercises.compare import SHORT, close, contrast, differing_place, form_difference, shown, text
+
 CASES = 8
 MARKS = {"right": ("✔", "right", "#00724f"), "gap": ("○", "to do", "#5c6370")}
 WRONG_MARK = ("✘", "not yet", "#b3470a")
-SHORT = 90  # characters of a value in a sentence
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ class Exercise:
 
     ``rng`` is a ``random.Random``; torch's and numpy's own generators are seeded
     for the call as well, so ``torch.randn`` repeats. ``tolerance`` is absolute
-    and relative; ``equal(found, wanted)`` replaces the comparison of values. Where
-    an input requires grad and the solution's value does, gradients must agree too.
+    and relative; ``equal(found, wanted)`` replaces the comparison of values; ``cases``
+    inputs are drawn. Where an input requires grad and the solution's value does,
+    gradients must agree too.
     """
 
     lesson: int
@@ -67,6 +68,7 @@ class Exercise:
     mistakes: list[Mistake] = field(default_factory=list)
     tolerance: float = 1e-5
     equal: Callable[[Any, Any], bool] | None = None
+    cases: int = CASES
 
 
 @dataclass(frozen=True)
@@ -144,24 +146,35 @@ def check(name: str, function: Callable[..., Any], seed: int = 0) -> Verdict:
     """Compare ``function`` with the solution of ``name``; shows itself as one sentence in a notebook."""
     task = find(name)
     if not callable(function):
-        return Verdict(name, "form", f"Pass the function itself; this is {_shown(function)}.")
-    cases = [_draw(task, seed * CASES + n) for n in range(CASES)]
+        return Verdict(name, "form", f"Pass the function itself; this is {shown(function)}.")
+    cases = [_draw(task, seed * task.cases + n) for n in range(task.cases)]
     wrong_call = _wrong_arguments(task, function, cases[0])
     if wrong_call:
         return Verdict(name, "form", wrong_call)
     found = [_run(function, case, n) for n, case in enumerate(cases)]
     wanted = [_run(task.solution, case, n) for n, case in enumerate(cases)]
+    try:
+        return _judged(task, function, cases, found, wanted)
+    except Exception as error:  # the learner's own class, whose methods may raise anything
+        kind = type(found[0].value).__name__
+        return Verdict(name, "form", f"It returns a {kind} that cannot be compared: it raises {type(error).__name__}.")
+
+
+def _judged(
+    task: Exercise, function: Callable[..., Any], cases: list[Any], found: list[_Outcome], wanted: list[_Outcome]
+) -> Verdict:
+    """The first that holds: right, gap, a known mistake; else where the outcomes differ."""
+    name = task.name
     if all(_same(task, a, b) for a, b in zip(found, wanted, strict=True)):
         lost = _lost_gradient(task, found, wanted)
         if lost:
             return Verdict(name, "value", lost)
-        return Verdict(name, "right", f"equal to the solution on {CASES} random inputs.")
+        return Verdict(name, "right", f"equal to the solution on {task.cases} random inputs.")
     gap = _gap(function, found, wanted)
     if gap:
         return Verdict(name, "gap", gap)
     for wrong in task.mistakes:
-        theirs = [_run(wrong.function, case, n) for n, case in enumerate(cases)]
-        if all(_same(task, a, b) for a, b in zip(found, theirs, strict=True)):
+        if all(_same(task, found[n], _run(wrong.function, case, n)) for n, case in enumerate(cases)):
             return Verdict(name, "mistake", wrong.says, wrong.reread)
     return _first_difference(task, function, cases, found, wanted)
 
@@ -240,54 +253,11 @@ def _wrong_arguments(task: Exercise, function: Callable[..., Any], case: Any) ->
 def _same(task: Exercise, found: _Outcome, wanted: _Outcome) -> bool:
     if found.error or wanted.error:
         return type(found.error) is type(wanted.error)
-    if _form_difference(found.value, wanted.value):
+    if form_difference(found.value, wanted.value):
         return False
     if task.equal is not None:
         return task.equal(found.value, wanted.value)
-    return _close(found.value, wanted.value, task.tolerance)
-
-
-def _form_difference(found: Any, wanted: Any, what: str = "It returns") -> str | None:
-    """How type, shape or dtype differ, as a sentence; None where only values can."""
-    if isinstance(wanted, torch.Tensor):
-        if not isinstance(found, torch.Tensor):
-            return f"{what} {_shown(found)}, expected {_shown(wanted)}."
-        if (found.layout, found.device) != (wanted.layout, wanted.device):
-            expected = f"{wanted.layout} on {wanted.device}"
-            return f"{what} a tensor of layout {found.layout} on device {found.device}, expected {expected}."
-        if found.shape != wanted.shape:
-            return f"{what} shape {tuple(found.shape)}, expected {tuple(wanted.shape)}."
-        return None if found.dtype == wanted.dtype else f"{what} dtype {found.dtype}, expected {wanted.dtype}."
-    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
-        scalar = isinstance(found, torch.Tensor) and found.ndim == 0 and found.layout == torch.strided
-        scalar = scalar and not found.is_meta and not found.is_complex()
-        number = isinstance(found, int | float | np.number) and not isinstance(found, bool)
-        return None if scalar or number else f"{what} {_shown(found)}, expected a number."
-    if isinstance(wanted, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(wanted):
-            return f"{what} {_shown(found)}, expected a {type(wanted).__name__} of {len(wanted)}."
-        pairs = [(f"Item {n} is", a, b) for n, (a, b) in enumerate(zip(found, wanted, strict=True))]
-    elif isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping) or set(found) != set(wanted):
-            return f"{what} {_shown(found)}, expected a dict with the keys {', '.join(map(str, wanted))}."
-        pairs = [(f"Entry {key!r} is", found[key], wanted[key]) for key in wanted]
-    else:
-        return None if isinstance(found, type(wanted)) else f"{what} {_shown(found)}, expected {_shown(wanted)}."
-    return next((said for text, a, b in pairs if (said := _form_difference(a, b, text))), None)
-
-
-def _close(found: Any, wanted: Any, tolerance: float) -> bool:
-    """Equal values, where the form is already known to agree."""
-    if isinstance(wanted, torch.Tensor):
-        return bool(_near(found, wanted, tolerance).all())
-    if isinstance(wanted, float):
-        a, b = float(found), float(wanted)
-        return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(a) and math.isnan(b))
-    if isinstance(wanted, list | tuple):
-        return all(_close(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
-    if isinstance(wanted, Mapping):
-        return all(_close(found[key], wanted[key], tolerance) for key in wanted)
-    return bool(found == wanted)
+    return close(found.value, wanted.value, task.tolerance)
 
 
 def _lost_gradient(task: Exercise, found: list[_Outcome], wanted: list[_Outcome]) -> str | None:
@@ -298,37 +268,9 @@ def _lost_gradient(task: Exercise, found: list[_Outcome], wanted: list[_Outcome]
             "The value is right, but the loss has lost its gradient, so nothing would be learned; leave out "
             "detach(), item(), no_grad() and torch.tensor()."
         )
-    if not all(_close(a, b, task.tolerance) for a, b in pairs):
+    if not all(close(a, b, task.tolerance) for a, b in pairs):
         return "The value is right, but its gradient is another one; is a part of it detached?"
     return None
-
-
-def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Which elements are equal."""
-    if not wanted.is_floating_point():
-        return found == wanted
-    return torch.isclose(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def _place(task: Exercise, found: Any, wanted: Any, top: bool = True) -> tuple[list[Any], Any, Any]:
-    """The first index, item or key at which the values differ, as a path, and both values there."""
-    if isinstance(wanted, torch.Tensor):
-        differs = (~_near(found, wanted, task.tolerance)).nonzero().tolist()
-        if differs:
-            at = tuple(differs[0])
-            return [at] if at else [], found[at].item(), wanted[at].item()
-    keys = range(len(wanted)) if isinstance(wanted, list | tuple) else wanted if isinstance(wanted, Mapping) else ()
-    for key in keys:
-        if top and task.equal is not None:  # it compares the whole, so put the item into the right answer
-            mixed = dict(wanted) if isinstance(wanted, Mapping) else list(wanted)
-            mixed[key] = found[key]
-            same = task.equal(tuple(mixed) if isinstance(wanted, tuple) else mixed, wanted)
-        else:
-            same = _close(found[key], wanted[key], task.tolerance)
-        if not same:
-            path, a, b = _place(task, found[key], wanted[key], False)
-            return [key, *path], a, b
-    return [], found, wanted
 
 
 # What to say
@@ -340,7 +282,7 @@ def _gap(function: Callable[..., Any], found: list[_Outcome], wanted: list[_Outc
     for outcome in found:
         if isinstance(outcome.error, NotImplementedError) or "ellipsis" in _message(outcome.error):
             return unfilled
-        values = outcome.value if isinstance(outcome.value, list | tuple) else [outcome.value]
+        values = outcome.value[:SHORT] if isinstance(outcome.value, list | tuple) else [outcome.value]
         if any(value is Ellipsis for value in values):
             return unfilled
     if all(o.value is None and o.error is None for o in found) and any(o.value is not None for o in wanted):
@@ -363,34 +305,25 @@ def _first_difference(
         return Verdict(task.name, "error", f"{_fault(mine.error, function)} {given}.")
     if right.error:
         kind = type(right.error).__name__
-        got = type(mine.error).__name__ if mine.error else _shown(mine.value)
+        got = type(mine.error).__name__ if mine.error else shown(mine.value)
         return Verdict(task.name, "value", f"it must raise {kind} {given}; yours gives {got}.")
-    form = _form_difference(mine.value, right.value)
+    form = form_difference(mine.value, right.value)
     if form:
         return Verdict(task.name, "form", f"{form[:-1]} {given}.")
-    text = f"{len(wrong)} of {len(cases)} inputs give another value; for "
-    return Verdict(task.name, "value", f"{text}{_parting(task, cases[n], mine.value, right.value)}.")
+    parting = _parting(task, cases[n], mine.value, right.value)
+    return Verdict(task.name, "value", f"{len(wrong)} of {len(cases)} inputs give another value; for {parting}.")
 
 
 def _parting(task: Exercise, case: Any, found: Any, wanted: Any) -> str:
     """The input and both values; of values too long to show, the first place where they differ."""
-    a, b = _text(found), _text(wanted)
+    a, b = text(found), text(wanted)
     if a != b and max(len(a), len(b)) <= SHORT and task.equal is None:
         return f"{_given(task, case)}, yours is {a}, expected {b}"
-    path, found, wanted = _place(task, found, wanted)
+    path, found, wanted = differing_place(found, wanted, task.tolerance, task.equal)
     given = _given(task, case, path[0] if path else None)
     where = "".join(f"[{', '.join(map(repr, key if isinstance(key, tuple) else [key]))}]" for key in path)
     given += f", at {where}" if path else ","
-    if isinstance(wanted, str) and max(len(_text(found)), len(_text(wanted))) > SHORT:
-        n = next((i for i, (x, y) in enumerate(zip(found, wanted, strict=False)) if x != y), -1)
-        n = min(len(found), len(wanted)) if n < 0 else n
-        around = [f"{'…' * (n > 20)}{t[max(0, n - 20) : n + 20]}{'…' * (len(t) > n + 20)}" for t in (found, wanted)]
-        return f"{given} the texts part at character {n + 1}: yours {around[0]!r}, expected {around[1]!r}"
-    a, b = _shown(found), _shown(wanted)
-    if isinstance(wanted, float):
-        digits = ((f"{float(found):.{n}g}", f"{wanted:.{n}g}") for n in (4, 7, 17))
-        a, b = next((pair for pair in digits if pair[0] != pair[1]), (a, b))
-    return f"{given} yours is {a}, expected {b}"
+    return f"{given} {contrast(found, wanted)}"
 
 
 def _message(error: BaseException | None) -> str:
@@ -418,33 +351,10 @@ def _given(task: Exercise, case: Any, at: Any = None) -> str:
     names = list(inspect.signature(task.solution).parameters)
     pairs = list(case.items() if isinstance(case, Mapping) else zip(names, case, strict=False))
     rows = [value for _, value in pairs if isinstance(value, list) and isinstance(at, int) and at < len(value)]
-    long = [value for value in rows if isinstance(value[at], str) and len(_text(value)) > SHORT]
+    long = [value for value in rows if isinstance(value[at], str) and len(text(value)) > SHORT]
     return ", ".join(
-        f"{name}[{at}] = {_shown(value[at])}"
+        f"{name}[{at}] = {shown(value[at])}"
         if long and isinstance(value, list) and len(value) == len(long[0])
-        else f"{name} = {_shown(value)}"
+        else f"{name} = {shown(value)}"
         for name, value in pairs
     )
-
-
-def _shown(value: Any) -> str:
-    """A value on one short line."""
-    text = _text(value)
-    if len(text) <= SHORT:
-        return text
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"{text[: SHORT - 1]}…"
-
-
-def _text(value: Any) -> str:
-    try:
-        return f"tensor {_rounded(value.tolist())}" if isinstance(value, torch.Tensor) else repr(_rounded(value))
-    except Exception:  # a list within itself, a tensor without data, a repr that raises
-        return f"a {type(value).__name__} that cannot be shown"
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 4)
-    return type(value)(map(_rounded, value)) if type(value) in (list, tuple) else value

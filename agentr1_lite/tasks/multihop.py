@@ -13,17 +13,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from agentr1_lite.env import ToolEnv
-from agentr1_lite.jsonl import DataError, Problem, read_numbered, read_rows
+from agentr1_lite.index_files import as_path
+from agentr1_lite.jsonl import DataError, Problem, read_numbered
 from agentr1_lite.loading import hub_host, hub_reachable
 from agentr1_lite.mdp import Task
-from agentr1_lite.retrieval import Passage, RetrievalError, make_search_tool, one_line, unique_passages
-from agentr1_lite.retrievers import HTTPRetriever, Retriever, make_retriever, recall_at_k
+from agentr1_lite.retrieval import Passage, RetrievalError, is_count, make_search_tool, one_line, unique_passages
+from agentr1_lite.retrievers import HTTPRetriever, Retriever, check_options, make_retriever, recall_at_k
 from agentr1_lite.tasks import TaskSet, task
-from agentr1_lite.tasks.official import Example, validate
+from agentr1_lite.tasks.official import Example, RuleBroken, validate
 
 # name: (hub repository, its configuration, how file names call the benchmark)
 BENCHMARKS = {
@@ -53,6 +55,7 @@ HUB_ADVICE = {
 }
 KNOWN_TITLES = 0.8  # of the questions' evidence, below which a corpus is likely of another dump
 PROBED = 16  # questions that a server is tried with
+KNOBS = {"path": "corpus", "url": "url", "encoder": "encoder"}  # a retriever's option: the task's knob
 
 
 @dataclass
@@ -127,7 +130,7 @@ def _source(
     path_or_hub: str | Path, benchmark: str, split: str, dev_share: float, limit: int | None
 ) -> tuple[str, list, list[Problem], Path | None]:
     """Name, numbered rows, unreadable lines and folder of the data."""
-    path = Path(path_or_hub).expanduser()
+    path = as_path(path_or_hub, "path")
     if path.is_dir():
         path = find_file(path, benchmark, split)
     if path.is_file():
@@ -143,12 +146,38 @@ def _source(
 
 def _add_aliases(examples: list[Example], path: Path) -> None:
     """2Wiki's ``id_aliases.json``: more golds by ``answer_id``, as its evaluation script adds them."""
-    rows, problems = read_rows(path)
+    rows, problems = read_numbered(path)
+    known: dict[str, list[str]] = {}
+    for line, row in rows:
+        try:
+            identity = row.get("Q_id")
+            if not isinstance(identity, str) or not identity.strip():
+                raise RuleBroken("Q_id is missing or not text")
+            found = [*_other_names(row, "aliases"), *_other_names(row, "demonyms")]
+            known.setdefault(identity.strip(), []).extend(found)
+        except RuleBroken as broken:
+            problems.append(Problem(str(path), line, str(broken)))
     if problems:
-        raise DataError(f"{problems[0]}; repair the alias file")
-    known = {row.get("Q_id"): [*(row.get("aliases") or ()), *(row.get("demonyms") or ())] for row in rows}
-    for example in examples:
-        example.golds += [str(alias) for alias in known.get(example.info.get("answer_id"), ())]
+        first = min(problems, key=lambda problem: problem.line)
+        raise DataError(f"{first}; repair the alias file or give another")
+    matched = [example for example in examples if example.info.get("answer_id") in known]
+    for example in matched:
+        example.golds += known[example.info["answer_id"]]
+    if not matched:
+        shown = f"{path}: none of the {len(examples)} questions has an answer_id among its {len(known)}"
+        warnings.warn(f"{shown}; give the alias file of this benchmark", stacklevel=3)
+
+
+def _other_names(row: Mapping[str, Any], name: str) -> list[str]:
+    """The non-empty strings and numbers of a field, which may also be one string or absent."""
+    values = row.get(name)
+    values = [] if values is None else [values] if isinstance(values, str) else values
+    if not isinstance(values, list):
+        raise RuleBroken(f"{name} is a {type(values).__name__}, not a list of names")
+    for value in values:
+        if isinstance(value, (bool, list, dict)):
+            raise RuleBroken(f"{name} holds a {type(value).__name__}, not only names")
+    return [str(value).strip() for value in values if value is not None and str(value).strip()]
 
 
 def load_split(
@@ -170,15 +199,15 @@ def load_split(
         limit: at most so many tasks, from the top; from the hub only so many rows are downloaded, so that
             rows left out are not made up for.
         dev_share: share of the questions, chosen by a hash of their id, that
-            ``dev`` and ``test`` see and ``train`` does not.
+            ``dev`` and ``test`` see and ``train`` does not; raises where a split would be empty.
         aliases: 2Wiki's ``id_aliases.json``; by default the one beside the file.
     """
     if benchmark not in BENCHMARKS:
         raise DataError(f"benchmark {benchmark!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
-    if not 0 <= dev_share < 1:
-        raise DataError(f"dev_share {dev_share} must be at least 0 and below 1")
-    if limit is not None and limit < 1:
-        raise DataError(f"limit {limit} must be at least 1 question; leave it out for all")
+    if not isinstance(dev_share, Real) or not 0 <= dev_share < 1:
+        raise DataError(f"dev_share {dev_share!r} must be a number of at least 0 and below 1")
+    if limit is not None and not is_count(limit):
+        raise DataError(f"limit {limit!r} must be a whole number of at least 1 question; leave it out for all")
     split = split_of(split)
     name, rows, unreadable, folder = _source(path_or_hub, benchmark, split, dev_share, limit)
     examples, problems = validate(rows, benchmark, name)
@@ -186,13 +215,19 @@ def load_split(
     if not examples:
         first = f"; the first problem: line {problems[0].line}: {problems[0].reason}" if problems else ""
         raise DataError(f"{name}: no usable {benchmark} row among {len(rows) + len(unreadable)}{first}")
-    if dev_share:
-        examples = [e for e in examples if (zlib.crc32(e.id.encode()) / 2**32 >= dev_share) == (split == "train")]
-    examples = examples[:limit]
     if aliases is None and folder is not None and benchmark == "2wiki" and (folder / "id_aliases.json").is_file():
         aliases = folder / "id_aliases.json"
     if aliases is not None:
-        _add_aliases(examples, Path(aliases))
+        _add_aliases(examples, as_path(aliases, "aliases"))
+    if dev_share:
+        count = len(examples)
+        examples = [e for e in examples if (zlib.crc32(e.id.encode()) / 2**32 >= dev_share) == (split == "train")]
+        if not examples:
+            raise DataError(
+                f"{name}: none of its {count} questions falls to {split} with dev_share {dev_share}; "
+                "choose another share or give more questions"
+            )
+    examples = examples[:limit]
     for example in examples:
         example.golds = list(dict.fromkeys(example.golds))
     passages = unique_passages(p for e in examples for p in e.passages if p.text)
@@ -273,6 +308,10 @@ def _build(
         encoder: for "dense": a sentence-transformers name or folder, or a function.
         env_options: of ToolEnv; ``system_prompt`` is :data:`SYSTEM_PROMPT` where none is given.
     """
+    given = {"path": corpus, "url": url, "encoder": encoder}
+    check_options(retriever, [option for option, value in given.items() if value is not None], KNOBS)
+    if corpus is not None:
+        corpus = as_path(corpus, "corpus")
     found = load_split(path, benchmark, split, limit=limit, dev_share=dev_share, aliases=aliases)
     warn_left_out(found.problems)
     own = found.passages if corpus is None and retriever != "http" else None

@@ -83,12 +83,15 @@ def plan_panel(*, static: bool = False, **settings: Any) -> Panel:
     algorithms = _first(settings.pop("algorithm", "GRPO"), ["GRPO", "PPO"])
     start = {"gpu_memory_gib": 16, "lora_rank": 16, "micro_batch_tokens": 4096, "group_size": 8, "max_rows": 32}
     start |= {"response_tokens": 2048} | {name: settings.pop(name) for name in list(settings) if name in RANGES}
+    made = plan(models[0], start["gpu_memory_gib"], algorithm=algorithms[0])  # says what makes no sense
+    start["gpu_memory_gib"] = max(1, round(made.memory_gib))
+    ranges = {name: (low, max(high, start[name]), step) for name, (low, high, step) in RANGES.items()}
 
     def draw(**values: Any) -> Html:
         quantization = "nf4" if values.pop("four_bits") and values["lora_rank"] else None
         return plan_figure(plan(quantization=quantization, **values, **settings))
 
-    return sliders(
+    panel = sliders(
         draw,
         title="Does it fit?",
         static=static,
@@ -96,12 +99,15 @@ def plan_panel(*, static: bool = False, **settings: Any) -> Panel:
         algorithm=algorithms,
         four_bits=settings.pop("quantization", "nf4") is not None,
         gradient_checkpointing=settings.pop("gradient_checkpointing", True),
-        **{name: (*RANGES[name], start[name]) for name in RANGES},
+        **{name: (*ranges[name], start[name]) for name in ranges},
     )
+    for name, knob in panel.knobs.items():
+        knob.edit = f"{name}={knob.value!r}"  # of this function, in the cell that calls it
+    return panel
 
 
 RANGES = {
-    "gpu_memory_gib": (2, 80, 1),
+    "gpu_memory_gib": (1, 192, 1),
     "lora_rank": (0, 128, 8),
     "micro_batch_tokens": (512, 32768, 512),
     "response_tokens": (256, 8192, 256),

@@ -15,6 +15,9 @@ from agentr1_lite.views.theme import Html, esc, part
 from agentr1_lite.views.tokens import ALIASES, BYTES, SOURCES, TokenTable, as_trajectory, runs, token_table
 
 
+OF_THE_ANSWER = {"em", "f1", "cover_em"}  # reward parts that compare an answer with the right ones
+
+
 class Quantity(NamedTuple):
     """How a number is named and drawn: ``signed`` around ``centre``, ``size`` from 0, ``source`` by name.
 
@@ -274,9 +277,12 @@ def facts(trajectory: Trajectory, ask: bool = True) -> str:
     said = "no answer" if trajectory.answer is None else esc(trajectory.answer)
     right = f", right: {esc(' or '.join(map(str, trajectory.golds)))}" if trajectory.golds else ""
     stop = trajectory.stop_reason.value.replace("_", " ")
+    earned = f"reward {number(trajectory.total_reward)}{f' ({parts})' if parts else ''}"
+    if not trajectory.golds and not trajectory.total_reward and trajectory.reward_parts.keys() <= OF_THE_ANSWER:
+        earned = "not scored, no right answer is known"
     return (
-        f'{asked(trajectory) * ask}<p class="note">reward {number(trajectory.total_reward)}'
-        f"{f' ({parts})' if parts else ''} · stopped by {stop} · answer: <bdi>{said}</bdi>"
+        f'{asked(trajectory) * ask}<p class="note">{earned}'
+        f" · stopped by {stop} · answer: <bdi>{said}</bdi>"
         f"<bdi>{right}</bdi> · {trajectory.num_tokens} tokens, {trajectory.num_actions} sampled</p>"
     )
 

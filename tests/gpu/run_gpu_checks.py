@@ -4,7 +4,8 @@
     python tests/gpu/run_gpu_checks.py --settings training.batch_size=8 --json checks.json
     python tests/gpu/run_gpu_checks.py --model atlas-tiny --device cpu --small     # the same script without a GPU
 
-For float16, and for bfloat16 where the card has it: load in NF4, one GRPO step, one PPO step, peak memory of each
+Four questions a step instead of the recipe's eight, every row at its full length, so that all rows of a rollout are in
+use. For float16, and for bfloat16 where the card has it: load in NF4, one GRPO step, one PPO step, peak memory of each
 phase beside the plan, tokens a second of rollout and update, the doctor's findings, and a run that is stopped, resumed
 and compared. The weights are random, so nothing is learned; the tools' replies fill every row to its full length.
 Prints one table, writes JSON with --json, ends with 1 where a check failed.
@@ -34,6 +35,7 @@ import tiny  # noqa: E402
 from agentr1_lite import AgentR1Trainer, planner, update  # noqa: E402
 from agentr1_lite import trainer as trainer_module  # noqa: E402
 from agentr1_lite.config import Config, load_config  # noqa: E402
+from agentr1_lite.loading import DTYPES, pick_dtype  # noqa: E402
 from agentr1_lite.policy import QwenPolicy  # noqa: E402
 from agentr1_lite.random_model import random_policy  # noqa: E402
 from agentr1_lite.shapes import shape_of  # noqa: E402
@@ -42,6 +44,7 @@ from agentr1_lite.versions import versions  # noqa: E402
 GIB = 2**30
 WITHIN = 0.10  # how far the measured peak may lie above the plan
 SLACK = 0.15  # GiB of kernels that the process loads, which counts for small models only
+FIXED = ("model.base_model", "model.device", "model.dtype", "training.algorithm", "run.output")
 SMALL = ["training.batch_size=2", "training.group_size=2", "environment.max_turn_tokens=8"]
 SMALL += ["environment.max_response_tokens=96", "environment.max_tool_tokens=16", "training.micro_batch_tokens=256"]
 
@@ -131,7 +134,7 @@ class Keep:
 
 
 def settings(args: argparse.Namespace, algorithm: str, dtype: str, folder: Path) -> Config:
-    overrides = [*(SMALL if args.small else ["training.batch_size=2"]), *args.settings]
+    overrides = [*(SMALL if args.small else ["training.batch_size=4"]), *args.settings]
     overrides += [
         f"training.algorithm={algorithm}",
         f"model.dtype={dtype}",
@@ -242,6 +245,25 @@ def show(rows: list[Row]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Everything that could fail after minutes, looked at before the first of them."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch sees no GPU here; --device cpu --model atlas-tiny --small runs the same checks")
+    shape_of(args.model)
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise ValueError(f"--json {args.json}: its folder does not exist; make it first")
+    for dtype in dtypes(args):
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtypes {dtype!r} is not known; choose among {', '.join(DTYPES)}")
+        pick_dtype(dtype, torch.device(args.device), frozen_base=True)
+        found = settings(args, "GRPO", dtype, Path("unused"))
+        if found.training.engine != "local":
+            raise ValueError("training.engine: these checks are of the local engine; leave it out")
+    fixed = [text for text in args.settings if text.split("=")[0] in FIXED]
+    if fixed:
+        raise ValueError(f"--settings {fixed[0]}: the options --model, --device and --dtypes decide that")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen2.5-3b", help="shape to build (default: qwen2.5-3b)")
@@ -252,8 +274,10 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="short rows and few of them")
     parser.add_argument("--json", help="write the table here too")
     args = parser.parse_args()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("torch sees no GPU here; --device cpu --model atlas-tiny --small runs the same checks", file=sys.stderr)
+    try:
+        check_arguments(args)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     card = torch.cuda.get_device_properties(0) if args.device == "cuda" else None
     machine = f"{card.name}, {card.total_memory / GIB:.1f} GiB" if card else platform.processor() or platform.machine()
