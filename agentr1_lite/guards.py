@@ -16,10 +16,10 @@ HIGHEST_LR = 1e-3  # for those
 HIGHEST = {"training.lr": (2e-5, 5e-6), "rlhf.imitation_lr": (3e-4, 3e-5), "rlhf.offline_lr": (1e-4, 1e-5)}
 
 
-def refuse(config: Config) -> None:
-    """Raise `ConfigError` for what would start and lead nowhere."""
+def refuse(config: Config, trains: bool = True) -> None:
+    """Raise `ConfigError` for what would start and lead nowhere; ``trains``: more than an evaluation or a chat."""
     model, training = config.model, config.training
-    if training.engine == "vllm":
+    if trains and training.engine == "vllm":
         from agentr1_lite.bridges import vllm
 
         vllm.require()
@@ -28,7 +28,7 @@ def refuse(config: Config) -> None:
             f"model.base_model {model.base_model!r} in 4 bits is made for a GPU and torch sees none; take the recipe "
             "smollm2-135m or atlas-tiny here, or set model.device=cpu to run it all the same, at minutes a step"
         )
-    if model.dtype in ("float16", "bfloat16") and not model.lora_rank:
+    if trains and model.dtype in ("float16", "bfloat16") and not model.lora_rank:
         raise ConfigError(
             f"model.dtype is {model.dtype} while model.lora_rank is 0: small steps of trained weights vanish in it; "
             "set lora_rank to 1 or more, or dtype to float32"

@@ -33,7 +33,7 @@ Phase = tuple[str, Callable[[], Any]]
 
 def make_policy(config: Config, device: Any = None) -> QwenPolicy:
     """The policy that ``config.model`` names, on ``device`` where the configuration leaves it open."""
-    guards.refuse(config)
+    guards.refuse(config, trains=False)
     model = config.model
     device = device if device is not None and model.device == "auto" else model.device
     try:
