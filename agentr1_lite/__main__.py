@@ -130,7 +130,9 @@ def chat(args: argparse.Namespace) -> int:
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", help="YAML file, recipe or model (default: qwen2.5-3b)")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings laid over it")
-    parser.add_argument("--gpu", type=float, metavar="GIB", help="plan for a GPU of so many GiB instead of this machine (a T4 shows 15)")
+    parser.add_argument(
+        "--gpu", type=float, metavar="GIB", help="plan for a GPU of so many GiB instead of this machine (a T4 shows 15)"
+    )
     parser.add_argument("--prompt", type=int, default=512, metavar="TOKENS", help="longest prompt (default: 512)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 

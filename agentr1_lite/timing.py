@@ -8,9 +8,10 @@ by arithmetic. With P weights in linear layers, F the card's 16-bit operations a
     log-prob pass  = 2 · P · tokens / (η · F)           one for the reference
     update         = (2 + 2 + 2) · P · tokens / (η · F) forward, again in the backward pass, and its gradients
 
-P counts the output layer too; a layer takes 80 launches a token (assumed); prompts of a group are fed once; PPO's critic
-doubles the passes of log-prob and update. b is 2 bytes a weight in 16 bits and 4.5 in NF4, whose layers are written out in 16 bits before each product (0.5 read,
-2 written, 2 read). η = 0.3 is what such code usually reaches of a data sheet, and is assumed.
+P counts the output layer too. A layer takes 80 launches a token (assumed), prompts of a group are fed once, and PPO's
+critic doubles the passes of log-prob and update. b is 2 bytes a weight in 16 bits and 4.5 in NF4, whose layers are
+written out in 16 bits before each product (0.5 read, 2 written, 2 read). η = 0.3 is what such code usually reaches of a
+data sheet, and is assumed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LAUNCHES = 80  # kernels of a layer with adapters in a decoding step
 
 @dataclass(frozen=True)
 class Card:
-    """Data sheet: ``memory`` in GiB as the driver shows it, dense 16-bit ``tflops``, ``bandwidth`` in GB/s; ``bf16``: has bfloat16 units."""
+    """``memory`` in GiB as the driver shows it; of the data sheet dense 16-bit ``tflops`` and ``bandwidth`` in GB/s."""
 
     name: str
     memory: float

@@ -172,7 +172,9 @@ print("estimates from data sheets; nothing in this table was measured")
 def draw_expected(half):
     fig, ax = figure(7.5, 2.9)
     x = torch.linspace(0, 100, 201)
-    ax.plot(x, [expected_curve(float(n), 0.1372, 0.4405, half) for n in x], label=f"assumed, half = {half} %", **line(0))
+    ax.plot(
+        x, [expected_curve(float(n), 0.1372, 0.4405, half) for n in x], label=f"assumed, half = {half} %", **line(0)
+    )
     for value, words in ((0.1372, "the paper: before"), (0.4405, "the paper: after GRPO")):
         ax.axhline(value, color=series(5), linestyle=":")
         ax.annotate(words, (100, value + 0.012), ha="right", fontsize=8)
@@ -306,7 +308,11 @@ adapter, GIB = shape.lora_weights(16), 2**30
 copies = plan("qwen2.5-3b", 80, lora_rank=0, quantization=None, dtype="float16", algorithm="PPO").parts["weights"]
 base = plan("qwen2.5-3b", 15).parts["weights"]
 rows = [
-    ("actor, reference, critic: three models in 16 bits", f"{copies:.1f} GiB", f"{shape.parameters:,} each, actor and critic"),
+    (
+        "actor, reference, critic: three models in 16 bits",
+        f"{copies:.1f} GiB",
+        f"{shape.parameters:,} each, actor and critic",
+    ),
     ("one base in NF4", f"{base:.1f} GiB", "none"),
     ("an adapter of rank 16 on it, float32", f"{4 * adapter / GIB:.2f} GiB", f"{adapter:,}"),
     ("three of them: actor, reference, critic", f"{12 * adapter / GIB:.2f} GiB", "actor and critic"),

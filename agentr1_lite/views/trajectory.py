@@ -14,7 +14,6 @@ from agentr1_lite.mdp import Trajectory, Turn, TurnKind
 from agentr1_lite.views.theme import Html, esc, part
 from agentr1_lite.views.tokens import ALIASES, BYTES, SOURCES, TokenTable, as_trajectory, runs, token_table
 
-
 OF_THE_ANSWER = {"em", "f1", "cover_em"}  # reward parts that compare an answer with the right ones
 
 
