@@ -55,6 +55,14 @@ class Engine(Protocol):
     def close(self, row: int) -> None: ...
 
 
+def check_prompts(prompts: Sequence[Sequence[int]], free: int, max_rows: int) -> None:
+    """Raise ``ValueError`` where an engine cannot open these rows."""
+    if not all(prompts):
+        raise ValueError("a prompt has no tokens; a row needs at least one to predict the next from")
+    if len(prompts) > free:
+        raise ValueError(f"{len(prompts)} rows do not fit, {free} of {max_rows} are free; close rows or raise max_rows")
+
+
 def common_prefix(rows: Sequence[Sequence[int]]) -> int:
     """Tokens that all rows start with."""
     low, high = min(rows), max(rows)
@@ -124,13 +132,7 @@ class LocalEngine:
         """
         if not prompts:
             return []
-        if not all(prompts):
-            raise ValueError("a prompt has no tokens; a row needs at least one to predict the next from")
-        if len(prompts) > self.free_rows:
-            raise ValueError(
-                f"{len(prompts)} rows do not fit, {self.free_rows} of {self.max_rows} are free; "
-                "close rows or raise max_rows"
-            )
+        check_prompts(prompts, self.free_rows, self.max_rows)
         free = self._state[self._row_at] == FREE
         rows = self._row_at[np.flatnonzero(free)[: len(prompts)]]
         self._reserve(max(map(len, prompts)) + 1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,7 @@ def write_index(
     It appears whole or not at all. A former index is replaced; raises
     :class:`DataError` rather than remove a file that no index wrote.
     """
-    from agentr1_lite.storage import replace_folder  # imported late: it brings torch
+    from agentr1_lite.storage import write_whole  # imported late: it brings torch
 
     folder = as_path(folder, "folder")
     for place in (folder, _former(folder)):  # a save removes both
@@ -60,18 +58,17 @@ def write_index(
             raise DataError(
                 f"{place}: holds something else ({foreign}), which saving the index would replace; give a new folder"
             )
-    part = folder.absolute().with_name(f".{uuid.uuid4().hex}.part")
-    try:
-        part.mkdir(parents=True)
+
+    def fill(part: Path) -> None:
         write_rows(part / PASSAGES, ({"id": p.id, "title": p.title, "text": p.text} for p in passages))
         write(part)
         files = {path.name: _digest(path) for path in sorted(part.iterdir())}
         write_text(part / MANIFEST, json.dumps({"kind": kind, **settings, "files": files}, indent=1) + "\n")
-        replace_folder(part, folder.absolute())
+
+    try:
+        write_whole(folder.absolute(), fill)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written ({error}); check the folder and the free space") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _foreign(place: Path) -> str:

@@ -113,8 +113,8 @@ def train(
             with tqdm(
                 total=len(test_set), desc=f"evaluate {name}", disable=not config.run.progress, leave=False
             ) as bar:
-                progress = lambda ended, total: bar.update(ended - bar.n)  # noqa: E731
-                make(seed=config.evaluation.seed, progress=progress).save(path)
+                report = make(seed=config.evaluation.seed, progress=lambda ended, total: bar.update(ended - bar.n))
+            report.save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
             low, high = report.interval()

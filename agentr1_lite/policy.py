@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -364,7 +362,6 @@ class QwenPolicy:
         A base in 4 bits is written as the adapter was trained on it, that is dequantised (W = its 16 values × scales),
         so the merged model is the trained policy and not its adapter on other weights.
         """
-
         target = Path(path)
         if self.lora_rank and (target / "adapter_config.json").exists():
             raise PolicyError(
@@ -381,19 +378,12 @@ class QwenPolicy:
         return self._whole(path, write)
 
     def _whole(self, path: str | Path, write: Callable[[Path], None]) -> Path:
-        """Let ``write`` fill a folder that appears at ``path`` when it is complete."""
+        """Check that ``path`` may be written, then let ``write`` fill it."""
         path = Path(path) if Path(path).name else Path(path).resolve()
         storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
             raise PolicyError(f"{str(path)!r} holds the base of this adapter; save the adapter into another folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            write(part)
-            storage.replace_folder(part, path)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-        return path
+        return storage.write_whole(path, write)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, critic: bool) -> None:
         if self.lora_rank:

@@ -6,7 +6,8 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,18 @@ def usual_modes(folder: Path) -> None:
     os.umask(mask)
     for entry in (folder, *folder.rglob("*")):
         entry.chmod((0o777 if entry.is_dir() else 0o666) & ~mask)
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> Path:
+    """Let ``write`` fill a folder that appears at ``path`` when it is complete; a former one stays until then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        write(part)
+        replace_folder(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return path
 
 
 def replace_folder(new: Path, path: Path) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from agentr1_lite import loading, storage
-from agentr1_lite.engine import EngineTurn
+from agentr1_lite.engine import EngineTurn, check_prompts
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.sampling import Sampling
 
@@ -155,13 +155,7 @@ class VLLMEngine:
         """Add rows; row i may sample until it holds ``limits[i]`` tokens."""
         if not prompts:
             return []
-        if not all(prompts):
-            raise ValueError("a prompt has no tokens; a row needs at least one to predict the next from")
-        if len(prompts) > self.free_rows:
-            raise ValueError(
-                f"{len(prompts)} rows do not fit, {self.free_rows} of {self.max_rows} are free; "
-                "close rows or raise max_rows"
-            )
+        check_prompts(prompts, self.free_rows, self.max_rows)
         self._refresh()
         numbers = [i for i in range(self.max_rows) if i not in self._rows][: len(prompts)]
         for number, prompt, seed, limit in zip(numbers, prompts, seeds, limits, strict=True):
