@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
-from agentr1_lite.rewards import Episode, Rewards, numbers
+from agentr1_lite.rewards import Episode, Rewards, numbers, part_value
 from agentr1_lite.scoring import score_answer
 from agentr1_lite.toolcalls import CUT_REASONS, ToolCall, ToolCallError, get_format, read_turn
 from agentr1_lite.tools import FunctionTool, Tool, ToolResult, as_result, clean_text, run_calls
@@ -37,7 +37,8 @@ Message = dict[str, Any]
 class StepResult(NamedTuple):
     """``info``: ``turn``, ``stop_reason``, ``answer``, and once done ``outcome`` and ``reward_parts``.
 
-    ``reward`` is the turn's process reward, plus the outcome when done.
+    ``reward`` is the turn's process reward; when done, plus the outcome and what shaping or normalisation then changed
+    in earlier turns: an episode's rewards add up to ``ToolEnv.total_reward`` and ``Trajectory.total_reward``.
     """
 
     observation: list[Message]
@@ -214,11 +215,21 @@ class ToolEnv:
             raise RuntimeError("ToolEnv: finish() came before reset(task)")
         if not self.done:
             self.done, self.episode.stop_reason = True, StopReason(stop_reason)
-            self.episode.success = self.success()
+            self.episode.success = part_value(self.episode, "task_success", self.success)
             before = dict(self.reward_parts)
             self.outcome, parts = self.rewards.outcome(self.episode)
             self.reward_parts = {**before, **parts}
+            self._flag_faults()
         return self.outcome, self.reward_parts
+
+    @property
+    def total_reward(self) -> float:
+        """Outcome plus process rewards of the episode so far: its undiscounted return."""
+        return self.outcome + sum(turn.process_reward for turn in self.episode.turns)
+
+    def _flag_faults(self) -> None:
+        if self.episode.faults and self.episode.turns and "reward_fault" not in self.episode.turns[-1].flags:
+            self.episode.turns[-1].flags.append("reward_fault")
 
     def _read(self, text: str, finish_reason: str) -> _Plan:
         if self.episode is None or self.done:
@@ -279,7 +290,7 @@ class ToolEnv:
         episode.answer = plan.answer
         self.errors += sum(not reply.success for reply in replies)
         reward, parts = self.rewards.process(episode, turn)
-        turn.process_reward = reward + self.process_reward(turn)
+        turn.process_reward = reward + part_value(episode, "process_reward", self.process_reward, turn)
         for name, value in parts.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         stop = plan.stop
@@ -290,10 +301,14 @@ class ToolEnv:
         if stop is None and len(episode.turns) >= self.max_turns:
             stop = StopReason.MAX_TURNS
         info: dict[str, Any] = {"turn": turn, "stop_reason": stop, "answer": plan.answer, "reward_parts": {}}
-        reward = turn.process_reward
+        paid = [t.process_reward for t in episode.turns]
+        reward = paid[-1]
         if stop is not None:
             info["outcome"], info["reward_parts"] = self.finish(stop)
-            reward = turn.process_reward + info["outcome"]
+            late = sum(t.process_reward - p for t, p in zip(episode.turns, paid, strict=True))
+            reward = reward + info["outcome"] + late
+        elif episode.faults:
+            self._flag_faults()
         messages = [{"role": "tool", "content": reply.content} for reply in replies]
         return StepResult(messages, reward, stop is not None, info)
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_lite.batch import collate
 from agentr1_lite.env import StepResult, ToolEnv, anchor_of
-from agentr1_lite.mdp import StopReason, Task, Trajectory, TurnKind
+from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, TurnKind
 from agentr1_lite.toolcalls import ToolCall, render_tool_call
 from agentr1_lite.tools import Tool, ToolResult, tool
 
@@ -230,7 +231,94 @@ def test_shaping_reaches_earlier_turns_through_the_same_objects():
     turns = [env.step(call(query="Kes")).info["turn"] for _ in range(2)]
     assert [t.process_reward for t in turns] == [-0.25, -0.25]
     last = env.step("<answer>Loach</answer>")
-    assert [t.process_reward for t in turns] == [0.0, 0.25] and last.reward == 0.75
+    assert [t.process_reward for t in turns] == [0.0, 0.25]
+    # 1 for the answer, -0.25 for its turn, and 0.25 + 0.5 that the earlier turns got late
+    assert last.reward == 1.5 and env.total_reward == 1.0
+
+
+SPECS = [
+    {"em": 1.0},
+    {"em": 1.0, "shaping": {"gamma": 0.9}},
+    {"em": 1.0, "shaping": {"weight": 0.5, "gamma": 0.5}, "step_penalty": -0.25},
+    {"f1": 1.0, "evidence": 0.5, "tool_success": 1.0},
+]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+@pytest.mark.parametrize("last", ["<answer>Loach</answer>", "<answer>Lyon</answer>", "hm", None])
+def test_an_episode_has_one_reward_whoever_sums_it(spec, normalize, last):
+    env = start(rewards=spec, normalize_process=normalize, max_turns=9)
+    earned, turns = [], []
+    for text in (call(query="Kes"), call(query="Loach"), *([last] if last else [])):
+        step = env.step(text)
+        earned.append(step.reward)
+        turns.append(step.info["turn"])
+    outcome, _ = env.finish(StopReason.LENGTH)
+    segment = Segment([0] * 7, [False, True] * len(turns) + [False] * (7 - 2 * len(turns)), [0.0] * 7)
+    trajectory = Trajectory("t1", "g", [segment], turns, reward=outcome)
+    for place, turn in enumerate(turns):
+        turn.start, turn.end = 2 * place + 1, 2 * place + 2
+    assert env.total_reward == trajectory.total_reward
+    if last:
+        assert sum(earned) == pytest.approx(trajectory.total_reward)
+        assert collate([trajectory]).rewards.sum().item() == pytest.approx(trajectory.total_reward)
+
+
+def test_two_searches_and_a_right_answer_by_hand():
+    """Shaped by gamma = 0.9: 0.81 + 0.9 beside the 1; a search that finds a gold title is worth 1, over their sum 2."""
+    shaped = start(rewards={"em": 1, "shaping": {"gamma": 0.9, "weight": 0.5}})
+    texts = (call(query="Kes"), call(query="Loach"), "<answer>Loach</answer>")
+    assert sum(shaped.step(text).reward for text in texts) == pytest.approx(1 + (0.81 + 0.9) / 2) == shaped.total_reward
+    normal = start(rewards={"em": 1, "evidence": 1}, normalize_process=True)
+    assert sum(normal.step(text).reward for text in texts) == pytest.approx(2.0) == normal.total_reward
+
+
+def test_task_success_is_the_environments_own_and_em_is_em():
+    @tool(inline=True)
+    def door(query: str):
+        return ToolResult("open", info={"score": 1.0, "done": True})
+
+    for spec, earned in (({"task_success": 2.0}, 2.0), ({"em": 2.0}, 0.0), ({"task_success": 1.0, "em": 1.0}, 1.0)):
+        assert start(door, rewards=spec).step(call("door", query="x")).reward == earned
+    searched = start(rewards={"task_success": 1.0, "em": 0.0})
+    assert searched.step("<answer>Loach</answer>").info["reward_parts"] == {"task_success": 1.0, "em": 1.0}
+
+
+class Faulty(ToolEnv):
+    def success(self):
+        return self.given
+
+    def process_reward(self, turn):
+        return self.given
+
+
+@pytest.mark.parametrize("given", [None, float("nan"), float("inf"), 10**400, "1.0", [1.0], object()])
+def test_a_reward_that_is_no_number_is_named_and_the_run_goes_on(given):
+    env = Faulty([search], rewards={"em": 1.0, "task_success": 1.0})
+    env.given = given
+    env.reset(TASK)
+    with pytest.warns(UserWarning, match="reward part 'process_reward' of task 't1' is .*; it counts as 0"):
+        first = env.step(call(query="Kes"))
+    assert first.reward == 0.0 and first.info["turn"].flags == ["reward_fault"]
+    with pytest.warns(UserWarning, match="reward part 'task_success' of task 't1' is "):
+        last = env.step("<answer>Loach</answer>")
+    assert last.reward == 1.0 and last.info["reward_parts"] == {"em": 1.0, "task_success": 0.0}
+    assert env.episode.faults == ["process_reward", "process_reward", "task_success"]
+
+
+def test_numbers_that_a_tool_reports_cannot_end_a_rollout():
+    infos = [{"cost": 10**400}, {"score": 10**400}, {"reward": -(10**400)}, {"cost": 2}]
+
+    @tool(inline=True)
+    def odd(index: int):
+        return ToolResult("ok", info=infos[index])
+
+    env = start(odd, rewards={"task_success": 1.0, "cost": -0.5, "tool_reward": 1.0}, max_turns=9)
+    with pytest.warns(UserWarning, match="info.'cost'. is 10+.*; it is left out, give a finite number"):
+        steps = [env.step(call("odd", index=i)) for i in range(4)]
+        assert env.step("<answer>Loach</answer>").reward == 0.0
+    assert [step.reward for step in steps] == [0.0] * 4 and env.reward_parts["cost"] == 2.0
 
 
 def test_odd_info_of_a_tool_is_ignored_by_rewards():

@@ -92,18 +92,17 @@ def environment_factory(env: ToolEnv, tasks: Iterable[Task]) -> type:
     class Episode:
         def __init__(self) -> None:
             self._env: ToolEnv | None = None
-            self._total = 0.0
             self._done = False
 
         def reset(self, **row: Any) -> None:
             """Start the episode of the row's ``task_id``; the prompt is the row's own."""
             self._env = env.fork()
             self._env.reset(by_id[row["task_id"]], seed=next(seeds))
-            self._total, self._done = 0.0, False
+            self._done = False
 
         def _step(self, text: str) -> str:
             step = self._env.step(text)
-            self._total, self._done = self._total + step.reward, step.done
+            self._done = step.done
             return "\n".join(message["content"] for message in step.observation)
 
         def _call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -118,9 +117,9 @@ def environment_factory(env: ToolEnv, tasks: Iterable[Task]) -> type:
             last = completion[-1] if completion else {}
             if not self._done and last.get("role") == "assistant" and not last.get("tool_calls"):
                 self._step(last.get("content") or "")
-            if not self._done:
-                self._total, self._done = self._total + self._env.finish(StopReason.LENGTH)[0], True
-            return self._total
+            self._env.finish(StopReason.LENGTH)
+            self._done = True
+            return self._env.total_reward
 
     for tool in env.tools:
         setattr(Episode, tool.name, _tool_method(tool))
