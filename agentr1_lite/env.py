@@ -18,12 +18,12 @@ gets an error as its reply.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from agentr1_lite.forks import twin_of
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
 from agentr1_lite.rewards import Episode, Rewards, numbers, part_value
 from agentr1_lite.scoring import score_answer
@@ -57,8 +57,13 @@ class _Plan(NamedTuple):
     jobs: list[tuple[Tool, dict[str, Any]]]
 
 
+_OF_ALL_EPISODES = ("tools", "format", "rewards", "tasks", "task", "episode", "_text_parameters")
+
+
 class ToolEnv:
     """One episode at a time of one policy with tools; ``fork`` gives one env an episode.
+
+    A subclass names in ``shared`` the attributes that all its episodes hold in common.
 
     Args:
         tools: what the policy may call.
@@ -75,6 +80,8 @@ class ToolEnv:
         lenient: repair calls as ``toolcalls.py`` says, else only well-formed ones run.
         normalize_process: divide an episode's process rewards by max |Σ_{i≥t} r_i| at its end.
     """
+
+    shared: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -177,10 +184,11 @@ class ToolEnv:
         return next((tool for tool in self.tools if tool.name == name), None)
 
     def fork(self) -> ToolEnv:
-        """An independent env for one episode; tools without state are shared."""
-        twin = copy.copy(self)
-        twin.tools = [tool.fork() for tool in self.tools]
-        twin.episode = twin.task = None
+        """An independent env for one episode: what a subclass holds is copied as ``forks.py`` says."""
+        tools = [tool.fork() for tool in self.tools]
+        memo = {id(tool): own for tool, own in zip(self.tools, tools, strict=True)}
+        twin = twin_of(self, ToolEnv, (*_OF_ALL_EPISODES, *self.shared), memo)
+        twin.tools, twin.episode, twin.task = tools, None, None
         return twin
 
     def reset(self, task: Task, seed: int = 0) -> list[Message]:

@@ -12,7 +12,6 @@ string), ``truncated_chars``, ``control_strings`` (looks like chat markup),
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import os
@@ -26,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
+from agentr1_lite.forks import twin_of
 from agentr1_lite.mdp import Task
 from agentr1_lite.schema import SchemaMismatch, check_object, parameters_of
 
@@ -136,8 +136,7 @@ class Tool(ABC):
         """The tool for one episode: a copy where it is stateful, else itself."""
         if not self.stateful:
             return self
-        kept = [getattr(self, name) for name in self.shared]
-        return copy.deepcopy(self, {id(value): value for value in kept})
+        return twin_of(self, Tool, ("parameters", *self.shared), {})
 
     @property
     def text_parameter(self) -> str:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_lite.batch import collate
 from agentr1_lite.env import StepResult, ToolEnv, anchor_of
 from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, TurnKind
+from agentr1_lite.retrieval import BM25
 from agentr1_lite.toolcalls import ToolCall, render_tool_call
 from agentr1_lite.tools import Tool, ToolResult, tool
 
@@ -468,3 +476,89 @@ def test_an_own_environment_with_a_stateful_tool():
     two.reset(Task("a", "?"), 2)
     assert one.tool("guess").hidden != two.tool("guess").hidden and not hasattr(base.tool("guess"), "hidden")
     assert "at least 1 and at most 100" in one.step(call("guess", number=1000)).observation[0]["content"]
+
+
+@dataclass
+class Room:
+    items: list
+    lock: object = field(default_factory=threading.Lock)
+    places: dict = field(default_factory=dict)
+
+
+class House(ToolEnv):
+    """Keeps the state of an episode in every way a subclass may, beside things that must stay one."""
+
+    visited = []  # noqa: RUF012
+    shared = ("corpus",)
+
+    def __init__(self, **options):
+        super().__init__([Guess()], **options)
+        self.seen, self.inside = [], {"hall": [1], "open": {2}}
+        self.pair, self.queue, self.counts = ([1], "x"), deque([[1]]), defaultdict(list)
+        self.room = Room([1], places={"key": ["hall"]})
+        self.loose = SimpleNamespace(items=[1], lock=threading.Lock())
+        self.grid, self.random, self.tensor = np.zeros(3), random.Random(0), torch.zeros(2)
+        self.guess, self.me, self.other = self.tools[0], self, ToolEnv([Guess()])
+        self.lock, self.model, self.stream = threading.Lock(), torch.nn.Linear(2, 2), (n for n in (1, 2))
+        self.holder = [self.model, self.lock, [1]]
+        self.index, self.corpus, self.client = BM25([]), [["big"]], SimpleQueue()
+        self.hook = self.look
+
+    def look(self):
+        self.seen.append("looked")
+
+    def live(self):
+        """Change everything an episode may change."""
+        for box in (self.visited, self.seen, self.inside["hall"], self.pair[0], self.queue[0], self.counts["a"]):
+            box.append(2)
+        for box in (self.room.items, self.room.places["key"], self.loose.items, self.holder[2], self.holder):
+            box.append(2)
+        self.inside["open"].add(3)
+        self.grid[0] = self.tensor[0] = 1
+        self.random.random()
+        self.guess.found = True
+        self.other.done = True
+        self.hook()
+
+    def state(self):
+        boxes = (self.visited, self.seen, self.inside, self.pair, self.queue, self.counts, self.room.items)
+        more = (self.loose.items, self.room.places, self.holder[2], len(self.holder), self.grid, self.tensor)
+        return repr((*boxes, *more, self.random.getstate(), vars(self.guess), getattr(self.other, "done", None)))
+
+
+def test_what_one_episode_does_no_other_sees():
+    base, fresh = House(), House()
+    one, two = base.fork(), base.fork()
+    one.live()
+    one.fork().live()
+    assert base.state() == two.state() == base.fork().state() == fresh.state() != one.state()
+    assert House.visited == [] and (two.me, two.guess) == (two, two.tools[0]) and two.hook.__self__ is two
+
+
+def test_what_cannot_or_must_not_be_copied_stays_shared():
+    base = House()
+    twin = base.fork().fork()
+    for name in ("lock", "model", "stream", "index", "corpus", "client", "rewards", "format"):
+        assert getattr(twin, name) is getattr(base, name), name
+    assert twin.holder[:2] == base.holder[:2] and twin.room.lock is base.room.lock
+    assert twin.loose.lock is base.loose.lock and twin.index.search("x", 1) == []
+
+
+def test_a_stateful_tool_with_a_lock_forks():
+    class Safe(Guess):
+        tried = []  # noqa: RUF012
+
+        def __init__(self):
+            self.lock, self.log = threading.Lock(), []
+
+        def execute(self, args):
+            with self.lock:
+                self.log.append(args)
+                self.tried.append(args)
+            return str(len(self.log) + len(self.tried))
+
+    env = ToolEnv([Safe()])
+    for _ in range(2):
+        twin = env.fork()
+        twin.reset(TASK)
+        assert twin.step(call("guess", number=1)).observation[0]["content"] == "2"
