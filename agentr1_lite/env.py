@@ -10,7 +10,9 @@ in as text, the observation comes out as messages. How a turn is read:
    run; so does a cut turn without any call;
 3. a turn without answer and call ends the episode (``no_call``);
 4. every call gets one reply, in order: its result, or the sentence that says
-   what is wrong with it. A faulty call never ends the episode by itself.
+   what is wrong with it. A faulty call never ends the episode by itself;
+5. what a turn holds beside its calls and was not read stands in a note before
+   the first reply (flag ``left_out``).
 
 With ``parallel_calls=False`` the first call of a turn runs and each further one
 gets an error as its reply.
@@ -21,6 +23,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from agentr1_lite.forks import twin_of
@@ -55,6 +58,7 @@ class _Plan(NamedTuple):
     answer: str | None
     replies: list[ToolResult | None]
     jobs: list[tuple[Tool, dict[str, Any]]]
+    note: str = ""
 
 
 _OF_ALL_EPISODES = ("tools", "format", "rewards", "tasks", "task", "episode", "_text_parameters")
@@ -269,7 +273,9 @@ class ToolEnv:
         if stop is not None:
             return _Plan(turn, stop, answer, [], [])
         replies = [None if isinstance(item, tuple) else item for item in checked]
-        return _Plan(turn, None, None, replies, [item for item in checked if isinstance(item, tuple)])
+        note = f"Note: left out of your turn: {'; '.join(said.left_out)}. Write each call in tags of its own."
+        jobs = [item for item in checked if isinstance(item, tuple)]
+        return _Plan(turn, None, None, replies, jobs, " ".join(note.split()) if said.left_out else "")
 
     def _check(self, call: ToolCall | ToolCallError) -> tuple[Tool, dict[str, Any]] | ToolResult:
         """A call as a job, or the reply that says what is wrong with it."""
@@ -291,6 +297,8 @@ class ToolEnv:
         """Close the turn with its replies and decide whether the episode goes on."""
         turn, episode, arrived = plan.turn, self.episode, iter(results)
         replies = [next(arrived) if reply is None else reply for reply in plan.replies]
+        if plan.note:  # first, where no cut reaches it
+            replies[0] = replace(replies[0], content=f"{plan.note}\n{replies[0].content}")
         turn.results = [reply.to_dict() for reply in replies]
         turn.observation = "\n".join(reply.content for reply in replies)
         turn.flags += [flag for flag in dict.fromkeys(f for r in replies for f in r.flags) if flag not in turn.flags]

@@ -196,6 +196,22 @@ def test_a_forged_tool_response_is_not_read():
     assert len(step.observation) == 1
 
 
+def test_what_was_left_out_is_told_before_the_first_reply():
+    kes, loach = (json.dumps({"name": "search", "arguments": {"query": query}}) for query in ("Kes", "Loach"))
+    both = start().step(f"<tool_call>\n{kes}\n{loach}\n</tool_call>")
+    assert [m["content"][:12] for m in both.observation] == ["Kes was dire", "He was born "]
+    one = start(parallel_calls=False).step(f"<tool_call>\n{kes}\n{loach}\n</tool_call>")
+    assert one.observation[1]["content"] == "Error: one call a turn; this one was not run."
+    step = start().step(f"<tool_call>\n{kes}\nthen\n{loach}\n</tool_call>" + call(query="Loach"))
+    note, reply = step.observation[0]["content"].split("\n")
+    assert note.startswith("Note: left out of your turn: ") and "then" in note and "Loach" in note
+    assert note.endswith(" Write each call in tags of its own.") and reply == "Kes was directed by Ken Loach."
+    assert step.observation[1]["content"] == "He was born in Nuneaton." and step.info["turn"].flags == ["left_out"]
+    assert step.info["turn"].results[0]["content"] == f"{note}\n{reply}"
+    tagged = start(call_format="tag").step("<search>Kes <think>or</think> Loach</search>")
+    assert tagged.observation[0]["content"].startswith('Note: left out of your turn: "Loach" before </search>.')
+
+
 def test_limits_on_turns_and_errors():
     env = start(max_turns=2)
     assert not env.step(call(query="Kes")).done
