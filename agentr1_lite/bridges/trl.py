@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -45,8 +45,24 @@ __all__ = [
 ]
 
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_TYPES |= {"null": type(None)}
 _CONTROL = re.compile(r"<\|(\w+)\|>")
 _RESERVED = ("reset", "get_reward")  # names TRL gives a meaning of their own
+
+
+def _hint(schema: Mapping[str, Any]) -> Any:
+    """The type hint that says what a JSON schema says, as far as hints can."""
+    kinds = schema.get("type", [])
+    forms = schema.get("anyOf") or ([{**schema, "type": kind} for kind in kinds] if isinstance(kinds, list) else [])
+    if schema.get("enum"):
+        return Literal[tuple(schema["enum"])]
+    if forms:
+        return Union[tuple(_hint(form) for form in forms)]
+    if kinds == "array" and schema.get("items"):
+        return list[_hint(schema["items"])]
+    if kinds == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return dict[str, _hint(schema["additionalProperties"])]
+    return _TYPES.get(kinds or "", Any)
 
 
 def _tool_method(tool: Tool) -> Callable[..., str]:
@@ -59,7 +75,7 @@ def _tool_method(tool: Tool) -> Callable[..., str]:
 
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", ())
-    hints = {name: _TYPES.get(schema.get("type"), str) for name, schema in properties.items()}
+    hints = {name: _hint(schema) for name, schema in properties.items()}
     call.__name__ = call.__qualname__ = tool.name
     call.__annotations__ = hints
     call.__signature__ = inspect.Signature(
@@ -74,7 +90,8 @@ def _tool_method(tool: Tool) -> Callable[..., str]:
             for name, hint in hints.items()
         ]
     )
-    arguments = "\n".join(f"    {name}: {properties[name].get('description', name)}" for name in hints)
+    notes = {name: " ".join(str(properties[name].get("description", name)).split()) for name in hints}
+    arguments = "\n".join(f"    {name}: {note}" for name, note in notes.items())
     call.__doc__ = f"{tool.description}\n\nArgs:\n{arguments}" if hints else tool.description
     return call
 
