@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from agentr1_lite.escape import esc
 
 PHASES = ("base", "imitation", "offline", "online")
 LABELS = {
@@ -95,7 +96,7 @@ def _color(name: str) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "tick", fill: str = "") -> str:
     style = f' style="fill:{fill}"' if fill else ""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{esc(text)}</text>'
 
 
 def _line(x: tuple[float, float], y: tuple[float, float], kind: str, color: str = "") -> str:
@@ -105,7 +106,7 @@ def _line(x: tuple[float, float], y: tuple[float, float], kind: str, color: str 
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {width:g} {height:g}"'
-    return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg {size} role="img" aria-label="{esc(label)}">{"".join(parts)}</svg>'
 
 
 def svg_intervals(groups: Sequence[tuple[str, Sequence[Estimate]]], axis: str) -> str:
@@ -123,7 +124,7 @@ def svg_intervals(groups: Sequence[tuple[str, Sequence[Estimate]]], axis: str) -
         top += 26
         for e in rows:
             y, color = top + row / 2, _color(e.name)
-            parts.append(f"<g><title>{escape(f'{e.label}: {e.text}')}</title>")
+            parts.append(f"<g><title>{esc(f'{e.label}: {e.text}')}</title>")
             parts.append(_text(12, y + 4, e.label, kind="label"))
             parts.append(_line((left, left + span * e.mean), (y, y), "stem", color))
             if e.low is not None:
@@ -213,14 +214,14 @@ def svg_stack(layers: Sequence[Curve], label: str) -> str:
         above = [b + v for b, v in zip(below, layer.values, strict=True)]
         outline = frame.path([*steps, *reversed(steps)], [*above, *reversed(below)])
         parts.append(
-            f'<path d="{outline}Z" fill="{_color(layer.name)}" class="area"><title>{escape(layer.name)}</title></path>'
+            f'<path d="{outline}Z" fill="{_color(layer.name)}" class="area"><title>{esc(layer.name)}</title></path>'
         )
         below = above
     return _svg(frame.width, frame.height, label, parts)
 
 
 def legend(names: Sequence[str]) -> str:
-    keys = (f'<span><i style="background:{_color(n)}"></i>{escape(n.replace("_", " "))}</span>' for n in names)
+    keys = (f'<span><i style="background:{_color(n)}"></i>{esc(n.replace("_", " "))}</span>' for n in names)
     return f'<p class="legend">{"".join(keys)}</p>'
 
 

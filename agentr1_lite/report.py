@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from agentr1_lite.checks import Finding
+from agentr1_lite.escape import esc
 from agentr1_lite.evaluation import Difference, Report, difference, score_answer
 from agentr1_lite.jsonl import DataError, write_text
 from agentr1_lite.mdp import Trajectory, Turn
@@ -38,11 +38,6 @@ PANELS = (
     ("Clipped tokens", "share of tokens", ("clip_fraction",), ("online",), False),
     ("Critic", "explained variance", ("explained_variance",), ("online",), False),
 )
-
-
-def esc(text: Any) -> str:
-    """Text as HTML shows it: escaped, without NUL and half surrogate pairs."""
-    return escape(str(text).replace("\0", "�").encode("utf-8", "replace").decode())
 
 
 def _section(title: str, body: str, note: str = "") -> str:

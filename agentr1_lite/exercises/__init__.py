@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import html
 import importlib
 import inspect
 import linecache
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentr1_lite.escape import esc
 from agentr1_lite.exercises.compare import SHORT, close, contrast, differing_place, form_difference, shown, text
 
 CASES = 8
@@ -90,11 +90,11 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         mark, word, color = MARKS.get(self.kind, WRONG_MARK)
-        again = f" Read again: <em>{html.escape(self.reread)}</em>{self._stop()}" if self.reread else ""
+        again = f" Read again: <em>{esc(self.reread)}</em>{self._stop()}" if self.reread else ""
         return (
             f'<div role="status" style="border-left:4px solid {color};padding:.4em .8em;margin:.3em 0">'
             f'<span style="background:{color};color:#fff;border-radius:3px;padding:.1em .5em">{mark} {word}</span> '
-            f"<code>{html.escape(self.name)}</code>: {html.escape(self.text)}{again}</div>"
+            f"<code>{esc(self.name)}</code>: {esc(self.text)}{again}</div>"
         )
 
     def _stop(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from agentr1_lite import escape
 from agentr1_lite.engine import EngineTurn, LocalEngine
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_transition, generative_transition
@@ -279,7 +280,7 @@ class StepPlayer:
 
 def visible(text: str) -> str:
     """A token's text with spaces and line ends to be seen."""
-    return text.replace(" ", "·").replace("\n", "↵")
+    return escape.visible(text).replace(" ", "·").replace("\n", "↵")
 
 
 def _bar(number: int, choice: Choice) -> str:
@@ -293,6 +294,7 @@ def _bar(number: int, choice: Choice) -> str:
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
     """Play in a terminal: each line is a number of a choice, ``go``, ``undo``, ``undo 3``, ``?`` or text to type."""
+    tell, say = say, lambda text: tell(escape.visible(text))
     say(HELP)
     say(_offer(player, k))
     for line in lines:
