@@ -117,8 +117,7 @@ def train(
             report.save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
-            low, high = report.interval()
-            say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
+            say(f"{name:>16}: EM {report.shown()}  n={len(report)}")
 
     def score(name: str, now: bool, again: bool = False) -> None:
         options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
@@ -146,7 +145,7 @@ def train(
         return {}
     summary = {
         "em": {name: reports[name].mean() for name in ("base", *dict(plan)) if name in reports},
-        "interval": {name: list(report.interval()) for name, report in reports.items()},
+        "interval": {name: report.interval() for name, report in reports.items()},
         "n": len(test_set.tasks),
         "baselines": {name: reports[name].mean() for name in BASELINES if name in reports},
         "seconds": _seconds(seconds, trainer, reports),
@@ -200,7 +199,7 @@ class Evaluations:
         options = {"temperature": wanted.temperature, "seed": wanted.seed}
         options["max_batch"] = trainer.config.training.max_rows
         report = evaluation.evaluate(trainer.policy, self.task_set, **options)
-        low, high = report.interval()
+        low, high = report.interval() or (None, None)
         row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}
         trainer.log.add("evaluations.jsonl", {**row, "em": report.mean(), "low": low, "high": high})
 
