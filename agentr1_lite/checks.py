@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from agentr1_lite import credit
 from agentr1_lite.batch import Batch
 from agentr1_lite.mdp import StopReason, Trajectory, TurnKind
 
@@ -241,12 +242,12 @@ def rewards_on_actions(case: Case) -> Verdict:
 
 @check(lesson=4)
 def group_variance(case: Case) -> Verdict:
-    groups = reward_groups(case.trajectories)
+    groups = Counter(t.group_id for t in case.trajectories)
     if not groups:
         return None
-    if max(map(len, groups)) == 1:
+    if max(groups.values()) == 1:
         return "warn", "every group has one rollout, so a group baseline gives advantage 0; raise training.group_size"
-    flat = sum(max(group) == min(group) for group in groups)
+    flat = round(zero_variance_share(case.trajectories) * len(groups))
     said = f"{_share(flat, len(groups))} groups earned the same in every rollout and teach nothing"
     if flat == len(groups):
         return "warn", f"{said}: loss 0 is right, but nothing is learned; choose easier or harder questions"
@@ -255,18 +256,10 @@ def group_variance(case: Case) -> Verdict:
     return "ok", said
 
 
-def reward_groups(trajectories: Sequence[Trajectory]) -> list[list[float]]:
-    """Returns of the rollouts, one list a group."""
-    groups: dict[str, list[float]] = {}
-    for t in trajectories:
-        groups.setdefault(t.group_id, []).append(t.total_reward)
-    return list(groups.values())
-
-
 def zero_variance_share(trajectories: Sequence[Trajectory]) -> float:
-    """Share of groups whose rollouts all earned the same (``frac_reward_zero_std``), decided by max == min."""
-    groups = reward_groups(trajectories)
-    return sum(max(group) == min(group) for group in groups) / max(len(groups), 1)
+    """Share of groups without an advantage (``frac_reward_zero_std``), decided as the estimators decide it."""
+    size = [abs(t.reward) + sum(abs(turn.process_reward) for turn in t.turns) for t in trajectories]
+    return credit.zero_variance_share([t.total_reward for t in trajectories], [t.group_id for t in trajectories], size)
 
 
 @check(lesson=3)

@@ -211,7 +211,7 @@ class StepPlayer:
         step, t = self.steps[-1], len(self.steps)
         if not step.environmental:
             return f"<b>Generative</b> transition P_G: token {t} joins the open turn. Reward 0."
-        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {step.reward:+.2f}. "
+        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {signed(step.reward)}. "
         if not step.done:
             return f"{head}The world answered with {len(self.state.turns[-1][1])} tokens; a new turn begins."
         golds = " or ".join(self.task.golds)
@@ -283,6 +283,12 @@ def visible(text: str) -> str:
     return escape.visible(text).replace(" ", "·").replace("\n", "↵")
 
 
+def signed(reward: float) -> str:
+    """A reward with its sign: two digits, or as many as it has up to four."""
+    text = f"{reward:+.2f}"
+    return text if float(text) == reward else f"{reward:+.4g}"
+
+
 def _bar(number: int, choice: Choice) -> str:
     share = f'<span style="display:inline-block;height:9px;width:{choice.probability * 200:.0f}px;min-width:1px;'
     bar = f'{share}background:var(--ar1-blue);margin:0 8px;border-radius:2px"></span>'
@@ -317,7 +323,7 @@ def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], No
             if step.environmental:
                 say(f"agent> {player.trajectory.turns[-1].text}")
                 say(f"world> {step.observation}" if step.observation else "world> (ends the episode)")
-                say(f"[P_E, reward {step.reward:+.2f}]")
+                say(f"[P_E, reward {signed(step.reward)}]")
         if player.done:
             end = player.trajectory
             say(f"[{end.stop_reason.value}] answer: {end.answer}; right: {' or '.join(player.task.golds)}")
