@@ -26,12 +26,11 @@ from agentr1_lite.mdp import StopReason, Trajectory, TurnKind
 
 LESSONS = {
     0: "Start here",
+    1: "The agent MDP",
     2: "Tools and environments",
     3: "Rollouts and action masks",
     4: "Rewards and credit",
     5: "Masked losses",
-    6: "Phase 1: imitation",
-    8: "Phase 3: online RL",
 }
 # |log ratio| between sampler and trainer on the same weights: rounding alone. bfloat16 keeps 8 bits, so logits of
 # size 20 are off by up to 0.08; a base in 4 bits is multiplied by other kernels when few rows are decoded.
@@ -53,7 +52,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says: ``level`` is "ok", "warn" or "fail", ``lesson`` the one that explains it."""
+    """What one check says: ``level`` is "ok", "warn" or "fail", ``lesson`` the one of `LESSONS` that explains it."""
 
     level: str
     check: str
@@ -61,7 +60,8 @@ class Finding:
     lesson: int = 0
 
     def __str__(self) -> str:
-        more = "" if self.level == "ok" else f" (lesson {self.lesson:02d}, {LESSONS[self.lesson]})"
+        told = self.level != "ok" and self.lesson in LESSONS
+        more = f" (lesson {self.lesson:02d}, {LESSONS[self.lesson]})" if told else ""
         return f"{self.level:<4}  {self.check}: {self.message}{more}"
 
 
@@ -154,7 +154,7 @@ def first_ratio(case: Case) -> Verdict:
     return "ok", f"on the first pass every log-ratio is within {bound:g} of 0 (largest {found:.1g})"
 
 
-@check(lesson=8)
+@check(lesson=3)
 def engine_difference(case: Case) -> Verdict:
     """Another engine's log-probs against the trainer's on the same weights; `first_ratio` compares the trainer's."""
     mean, most = (case.metrics.get(f"engine_difference_{name}") for name in ("mean", "max"))
@@ -275,7 +275,7 @@ def cut_short(case: Case) -> Verdict:
     return "ok", f"{_share(counts.total(), total)} trajectories were cut by a limit"
 
 
-@check(lesson=6)
+@check(lesson=1)
 def tool_use(case: Case) -> Verdict:
     if not case.has_tools or not case.trajectories:
         return None
@@ -349,7 +349,7 @@ def clipping(case: Case) -> Verdict:
     return "ok", f"{share:.1%} of the tokens are clipped"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def kl_size(case: Case) -> Verdict:
     kl = case.metrics.get("kl")
     if kl is None or not math.isfinite(kl):
@@ -360,7 +360,7 @@ def kl_size(case: Case) -> Verdict:
     return "ok", f"KL to the reference {kl:.2g} nats a token"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def entropy_level(case: Case) -> Verdict:
     name = "entropy" if "entropy" in case.metrics else "entropy_estimate"
     now, past = case.metrics.get(name), case.past(name)
@@ -373,7 +373,7 @@ def entropy_level(case: Case) -> Verdict:
     return "ok", f"entropy {now:.2g} nats a token"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def critic_fit(case: Case) -> Verdict:
     fit, past = case.metrics.get("explained_variance"), case.past("explained_variance")
     if fit is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.checks import Finding
+from agentr1_lite.checks import LESSONS
 from agentr1_lite.escape import esc
 from agentr1_lite.evaluation import Difference, Report, difference, score_answer
 from agentr1_lite.jsonl import DataError, write_text
@@ -208,16 +208,16 @@ def doctor(run: Run) -> str:
     rows = []
     for (level, check), seen in sorted(found.items()):
         last = list(seen.values())[-1]
-        finding = Finding(level, check, str(last["message"]), last.get("lesson") or 0)
+        lesson = last.get("lesson")
         when = [step for step in seen if step is not None]
         span = f"{when[0]}" if len(when) == 1 else f"{when[0]} to {when[-1]}, {len(when)} times" if when else ""
         rows.append(
             (
                 f'<b class="{esc(level)}">{esc(level)}</b>',
                 esc(check.replace("_", " ")),
-                esc(finding.message),
+                esc(last["message"]),
                 span,
-                f"{finding.lesson:02d}",
+                f"{int(lesson):02d}" if lesson in LESSONS else "–",
             )
         )
     return _section("Doctor", _table(("", "check", "last seen", "steps", "lesson"), rows))

@@ -288,7 +288,7 @@ def test_history_is_kept_by_the_doctor():
         assert levels(looking.examine(metrics={"entropy": 1.0})) == {"finite": "ok", "entropy_level": "ok"}
     worst = looking.examine(metrics={"entropy": 0.01})[0]
     assert (worst.check, worst.level) == ("entropy_level", "warn")
-    assert str(worst).endswith("(lesson 08, Phase 3: online RL)") and "\n" not in str(worst)
+    assert str(worst).endswith("(lesson 05, Masked losses)") and "\n" not in str(worst)
 
 
 @given(st.data())
