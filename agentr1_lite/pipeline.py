@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from agentr1_lite.tasks.scripted import load_logs
 from agentr1_lite.trainer import AgentR1Trainer
 from agentr1_lite.versions import versions
 
+POOL = 1000  # questions made for a choice by seed
 BASELINES = ("closed_book", "naive_rag", "scripted_expert")
 Say = Callable[[str], None]
 Phase = tuple[str, Callable[[], Any]]
@@ -66,11 +68,19 @@ def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
 
 
 def held_out(config: Config) -> TaskSet:
-    """The questions of ``config.evaluation``; a test world holds other entities than the train world."""
+    """The questions of ``config.evaluation``; a test world holds other entities than the train world.
+
+    Seed 0 takes the first of the split, any other seed draws among all of them; of a task that makes as many as it is
+    asked for, among `POOL` or twice the number wanted.
+    """
     wanted = config.evaluation
-    knobs = {"count": wanted.questions} if "count" in accepted_knobs(config.task.name) else {}
+    pool = max(POOL, 2 * wanted.questions) if wanted.seed else wanted.questions
+    knobs = {"count": pool} if "count" in accepted_knobs(config.task.name) else {}
     task_set = make_task(config, wanted.split, **knobs)
-    task_set.tasks = task_set.tasks[: wanted.questions]
+    chosen = range(len(task_set.tasks))[: wanted.questions]
+    if wanted.seed:
+        chosen = sorted(random.Random(wanted.seed).sample(range(len(task_set.tasks)), len(chosen)))
+    task_set.tasks = [task_set.tasks[i] for i in chosen]
     if not task_set.tasks:
         raise ConfigError(
             f"evaluation.split {wanted.split}: task {config.task.name} has no question there; choose another"
