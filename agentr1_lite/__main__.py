@@ -80,8 +80,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.baseline and args.baseline not in evaluation.BASELINES:
         raise ValueError(f"--baseline {args.baseline!r} is unknown; choose one of {', '.join(evaluation.BASELINES)}")
     policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
-    options = {"seed": config.evaluation.seed, "temperature": config.evaluation.temperature}
-    options["max_batch"] = config.training.max_rows
+    options = pipeline.evaluation_options(config)
     if args.baseline:
         report = evaluation.run_baseline(args.baseline, policy, task_set, **options)
     else:

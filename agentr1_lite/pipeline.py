@@ -88,6 +88,12 @@ def held_out(config: Config) -> TaskSet:
     return task_set
 
 
+def evaluation_options(config: Config) -> dict[str, Any]:
+    """How every policy and baseline of a run is asked, for `evaluation.evaluate`."""
+    wanted = config.evaluation
+    return {"seed": wanted.seed, "temperature": wanted.temperature, "max_batch": config.training.max_rows}
+
+
 def train(
     config: Config,
     *,
@@ -115,6 +121,7 @@ def train(
     trainer = AgentR1Trainer(policy, config, callbacks=callbacks, accelerator=accelerator)
     plan = phases(config, trainer, train_set, data)
     reports: dict[str, evaluation.Report] = {}
+    options = evaluation_options(config)
 
     def look(name: str, make: Callable[..., evaluation.Report], now: bool, again: bool = False) -> None:
         """Evaluate where the policy is ``now`` the one to be evaluated; a resumed run reads what it had found."""
@@ -123,15 +130,14 @@ def train(
             with tqdm(
                 total=len(test_set), desc=f"evaluate {name}", disable=not config.run.progress, leave=False
             ) as bar:
-                report = make(seed=config.evaluation.seed, progress=lambda ended, total: bar.update(ended - bar.n))
+                report = make(**options, progress=lambda ended, total: bar.update(ended - bar.n))
             report.save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
             say(f"{name:>16}: EM {report.shown()}  n={len(report)}")
 
     def score(name: str, now: bool, again: bool = False) -> None:
-        options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
-        look(name, partial(evaluation.evaluate, policy, test_set, **options), now, again)
+        look(name, partial(evaluation.evaluate, policy, test_set, name=name), now, again)
 
     if config.evaluation.every:
         trainer.callbacks.append(Evaluations(test_set))
@@ -139,10 +145,8 @@ def train(
         remove_run(folder)
     trainer.resume() if resume else trainer.open()
     seconds = {"setup": time.perf_counter() - started}
-    rows = {"max_batch": config.training.max_rows}
     for name in baselines(test_set):
-        measure = partial(evaluation.run_baseline, name, policy, test_set, **rows)
-        look(name, measure, not trainer.count)
+        look(name, partial(evaluation.run_baseline, name, policy, test_set), not trainer.count)
     score("base", not trainer.count)
     trained = False
     for phase, work in plan:
@@ -206,9 +210,7 @@ class Evaluations:
         share = trainer.accelerator
         if phase != "online" or not wanted.every or step % wanted.every or not (share is None or share.is_main_process):
             return
-        options = {"temperature": wanted.temperature, "seed": wanted.seed}
-        options["max_batch"] = trainer.config.training.max_rows
-        report = evaluation.evaluate(trainer.policy, self.task_set, **options)
+        report = evaluation.evaluate(trainer.policy, self.task_set, **evaluation_options(trainer.config))
         low, high = report.interval() or (None, None)
         row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}
         trainer.log.add("evaluations.jsonl", {**row, "em": report.mean(), "low": low, "high": high})
