@@ -143,7 +143,7 @@ def mean_interval(values: Sequence[float], *, level: float = 0.95, **options: in
     scores = _scores(values, level)
     if np.isin(scores, (0, 1)).all():
         return wilson_interval(int(scores.sum()), len(scores), level=level)
-    return None if scores.min() == scores.max() else bootstrap_interval(scores, level=level, **options)
+    return None if _equal(scores) else bootstrap_interval(scores, level=level, **options)
 
 
 def wilson_interval(right: int, n: int, *, level: float = 0.95) -> Interval:
@@ -159,6 +159,11 @@ def wilson_interval(right: int, n: int, *, level: float = 0.95) -> Interval:
 
 def _quantile(level: float) -> float:
     return NormalDist().inv_cdf((1 + level) / 2)
+
+
+def _equal(scores: np.ndarray) -> bool:
+    """Whether all are one number, up to rounding: 0.9 − 0.6 and 0.3 are."""
+    return np.allclose(scores, scores[0], rtol=1e-9, atol=1e-12)
 
 
 def _scores(values: Sequence[float], level: float) -> np.ndarray:
@@ -206,8 +211,7 @@ def paired_difference_interval(
         p, q = (((difference == sign).sum() + 1) / n for sign in (1, -1))
         half = _quantile(level) * ((p + q - (p - q) ** 2) / n) ** 0.5
         return float(max(p - q - half, -1.0)), float(min(p - q + half, 1.0))
-    same = difference.min() == difference.max()
-    return None if same else bootstrap_interval(difference, level=level, **options)
+    return None if _equal(difference) else bootstrap_interval(difference, level=level, **options)
 
 
 def three_digits(x: float | None, sign: bool = False) -> str:
@@ -217,6 +221,8 @@ def three_digits(x: float | None, sign: bool = False) -> str:
     """
     if x is None or not np.isfinite(x):
         return "–"
+    if abs(x) >= 1e12:
+        return f"{x:.4g}"
     if not sign and 0 < x < 0.0005:
         return "<0.001"
     if not sign and 0.9995 <= x < 1:

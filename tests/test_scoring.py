@@ -210,7 +210,7 @@ def test_a_share_gets_the_score_interval(right, n, level, low, high):
 def test_other_scores_are_resampled_and_equal_ones_tell_nothing():
     values = [0.0, 1 / 3, 1.0, 1.0, 2 / 3]
     assert mean_interval(values) == bootstrap_interval(values)
-    assert mean_interval([0.4]) is mean_interval([1 / 3] * 50) is None
+    assert mean_interval([0.4]) is mean_interval([1 / 3] * 50) is mean_interval([0.3, 0.9 - 0.6]) is None
     assert with_interval(1 / 3, None) == "0.333 [–]"
 
 
@@ -246,6 +246,7 @@ def test_paired_scores_that_are_no_shares():
     a, b = [0.5, 1.0, 0.25], [0.25, 1.0, 0.0]
     assert paired_difference_interval(a, b) == bootstrap_interval(np.subtract(a, b))
     assert paired_difference_interval(a, a) is None and paired_difference_interval([0.5], [0.0]) is None
+    assert paired_difference_interval([0.3, 0.9], [0.0, 0.6]) is None
 
 
 @given(st.integers(0, 1000))
@@ -256,7 +257,14 @@ def test_three_digits_are_those_of_the_share(k):
 @pytest.mark.parametrize(
     ("x", "shown"),
     [(0.0125, "0.013"), (0.0135, "0.014"), (2.125, "2.125"), (-0.0, "0.000"), (-0.2, "-0.200"), (None, "–")]
-    + [(0.9999, ">0.999"), (1999 / 2000, ">0.999"), (1 / 3000, "<0.001"), (1 / 2000, "0.001"), (float("nan"), "–")],
+    + [
+        (0.9999, ">0.999"),
+        (1999 / 2000, ">0.999"),
+        (1 / 3000, "<0.001"),
+        (1 / 2000, "0.001"),
+        (float("nan"), "–"),
+        (1e30, "1e+30"),
+    ],
 )
 def test_no_rounding_to_a_certainty(x, shown):
     assert three_digits(x) == shown
