@@ -376,7 +376,7 @@ class ChatFormat:
             # tags between replies and merges at the seams count too
             over = 0 if budget is None else end - start - max_tokens
             if over <= 0 or (shown is not contents and budget == 0):
-                head = next((n for n, i in enumerate(ids, 1) if i in self._encoder.ids), 0)
+                head = next((n for n, i in enumerate(ids[:start], 1) if i in self._encoder.ids), 0)
                 return tuple(ids), start, end, head, ("cut",) * (shown != contents)
             budget = budget if shown is contents else max(0, budget - over)
             shown = self._share(contents, budget)
@@ -474,11 +474,9 @@ class ChatFormat:
 
 def _clock(day: date) -> str:
     """A macro in place of transformers' ``strftime_now``; the line break behind it is no part of the text."""
-    parts = {
-        f"%{flag}{letter}": day.strftime(f"%{letter}") for flag in ("", "-") for letter in "aAbBdeHIjmMpSuUVwWyYFDT"
-    }
-    parts |= {name: text.lstrip("0") or "0" for name, text in parts.items() if name[1] == "-" and text.isdigit()}
-    chain = "".join(f"|replace({name!r}, {text.strip()!r})" for name, text in parts.items())
+    parts = {f"%{letter}": day.strftime(f"%{letter}").strip() for letter in "aAbBdeHIjmMpSuUVwWyYFDT"}
+    bare = {f"%-{name[1]}": text.lstrip("0") or "0" for name, text in parts.items() if text.isdigit()}
+    chain = "".join(f"|replace({name!r}, {text!r})" for name, text in {**bare, **parts, "%%": "%"}.items())
     return f"{{% macro strftime_now(format) %}}{{{{ format{chain} }}}}{{% endmacro %}}\n"
 
 
@@ -589,7 +587,10 @@ def _leaves(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _tells(text: str, value: Any) -> bool:
     """Whether a text holds a value in any usual spelling, white space aside."""
-    plain = value if isinstance(value, str) else json.dumps(value)
-    spellings = (plain, str(value), json.dumps(value, ensure_ascii=False)[isinstance(value, str) :], json.dumps(value))
+    spellings = (str(value), repr(value), json.dumps(value), json.dumps(value, ensure_ascii=False))
     whole = "".join(text.split())
-    return any("".join(spelling.strip('"').split()) in whole for spelling in spellings)
+    quotes = isinstance(value, str)
+    return any(
+        "".join(form[i > 0 and quotes : len(form) - (i > 0 and quotes)].split()) in whole
+        for i, form in enumerate(spellings)
+    )

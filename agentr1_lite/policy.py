@@ -392,7 +392,9 @@ class QwenPolicy:
         storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
             raise PolicyError(f"{str(path)!r} holds the base of this adapter; save the adapter into another folder")
-        self.tokenizer.init_kwargs["template_options"] = self.template_options  # goes into tokenizer_config.json
+        self.tokenizer.init_kwargs.pop("template_options", None)
+        if self.template_options:  # goes into tokenizer_config.json
+            self.tokenizer.init_kwargs["template_options"] = self.template_options
         return storage.write_whole(path, write)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, critic: bool) -> None:

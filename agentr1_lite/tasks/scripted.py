@@ -251,7 +251,10 @@ def _encode_log(log: Mapping[str, Any], chat: ChatFormat, call_format: str | Non
     anchor, index = task.question, first
     while index < len(messages):
         message, calls = _in_format(messages[index], chat, call_format)
-        said, ids = chat.turn(message)
+        try:
+            said, ids = chat.turn(message)
+        except ValueError as error:
+            raise ValueError(f"message {index}: {error}") from error
         text = chat.prefill + said
         start, end = segment.extend(ids, [0.0] * len(ids))
         answered = parse_answer(text) is not None
