@@ -345,7 +345,14 @@ class ChatFormat:
         marks = Marks()
         tools = _map_strings(tools, lambda text: marks.mask(self._hard, text))
         hidden, shown = self._masked(marks, messages)
-        text = self._sees(self._render(hidden, tools), self._render(shown, tools))
+        blind = self._render(hidden, tools)
+        for message in hidden:
+            if message["role"] != "assistant" and message["content"].strip() and message["content"] not in blind:
+                raise ValueError(
+                    f"the chat template of {self.name!r} leaves out messages of role {message['role']!r} here; "
+                    "use roles and an order that it shows"
+                )
+        text = self._sees(blind, self._render(shown, tools))
         return tuple(self._encoder.encode(self._scan(text, marks))[0])
 
     def _suffix(self, rows: list[dict]) -> str:
@@ -363,6 +370,9 @@ class ChatFormat:
         full = self._suffix([{**row, "content": slot} for row, slot in zip(rows, slots, strict=True)])
         some = [{**row, "content": row.get("content", slot)} for row, slot in zip(rows, slots, strict=True)]
         texts = re.split(marks.pattern, full)
+        if len(texts) <= len(slots):
+            roles = sorted({row["role"] for row in rows})
+            raise ValueError(f"the chat template of {self.name!r} leaves out replies of role {', '.join(roles)}")
         return texts[0], texts[-1] if slots else "", self._suffix(some)
 
     def _build_observation(self, key: str, max_tokens: int | None) -> tuple:
@@ -512,6 +522,8 @@ def clean_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
     calls, old = row.pop("tool_calls", None), row.pop("function_call", None)  # OpenAI's form of today, and before it
     role, content = row.get("role"), row.get("content")
     if calls := calls or [old] * bool(old):
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise ValueError(f"message {index} has tool_calls {calls!r:.60}; expected a list of objects")
         row["tool_calls"] = [_clean_call(call) for call in calls]
     if content is None and (calls or any(row.get(key) for key in THOUGHTS)):
         content = ""

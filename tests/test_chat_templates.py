@@ -150,6 +150,14 @@ def test_several_replies_and_their_cut_keep_the_templates_quotes():
     assert 80 <= seen.end - seen.start <= 100 and seen.flags == ("cut",) and '[cut]"' in shown and '"short"' in shown
 
 
+def test_messages_that_a_template_passes_over_are_refused():
+    chat = quiet(shipped("qwen2_5"))
+    with pytest.raises(ValueError, match="leaves out messages of role 'developer' here"):
+        chat.prompt_ids([{"role": "developer", "content": "Be brief."}, USER])
+    with pytest.raises(ValueError, match="leaves out replies of role ipython"):
+        chat.observation_ids([{"role": "ipython", "content": "Paris"}], ended_by=None)
+
+
 # Tokenizers
 
 

@@ -142,6 +142,7 @@ LOST = {
     "or one that is not text": {"thinking": ["a"]},
     "calls None": {"tool_calls": [{"type": "custom", "custom": {"name": "x"}}]},
     "expected a name and an object": {"tool_calls": [{"function": {"name": "search", "arguments": "{broken"}}]},
+    "expected a list of objects": {"tool_calls": "[]"},
     "content of type list": {"content": [{"type": "image", "image": "x"}]},
 }
 

@@ -165,6 +165,8 @@ def grpo_trainer(policy: QwenPolicy, env: ToolEnv, tasks: Sequence[Task], folder
     The trainer keeps its hands on the model: train with a policy of its own.
     """
     policy.tokenizer.response_template = response_template(env)
+    options = {name: value for name, value in policy.template_options.items() if name != "strftime_now"}
+    arguments = {"chat_template_kwargs": options or None, **arguments}
     trainer = silent(GRPOTrainer)(
         model=policy.causal,
         args=config(GRPOConfig, policy, folder, max_tool_calling_iterations=env.max_turns - 1, **arguments),
