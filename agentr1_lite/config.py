@@ -62,6 +62,7 @@ class ModelConfig:
     dtype: str = knob("auto", "Number type of the weights.", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = knob("auto", "Where the model runs: auto, cpu, cuda, cuda:1 or mps.")
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    template_options: dict = knob({}, "More variables of the chat template, such as enable_thinking or strftime_now.")
 
 
 @dataclass

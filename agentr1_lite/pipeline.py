@@ -48,6 +48,7 @@ def make_policy(config: Config, device: Any = None) -> QwenPolicy:
             device=device,
             seed=config.training.seed,
             gradient_checkpointing=model.gradient_checkpointing,
+            template_options=model.template_options or None,
         )
     except RuntimeError as error:  # torch's, for a device that is not there or too small
         raise ConfigError(f"model.base_model {model.base_model!r} on model.device {device!r}: {error}") from error
