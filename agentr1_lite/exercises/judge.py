@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import html
 import inspect
-import linecache
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -171,7 +170,8 @@ def _gap(function: Callable[..., Any], tries: list[Try]) -> str | None:
         items = value[:SHORT] if isinstance(value, list | tuple) else [value]
         if isinstance(error, NotImplementedError) or "ellipsis" in _message(error) or any(x is ... for x in items):
             return unfilled
-    if all(one.found[:2] == (None, None) for one in tries) and any(one.wanted.value is not None for one in tries):
+    nothing = all(one.found.value is None and one.found.error is None for one in tries)
+    if nothing and any(one.wanted.value is not None for one in tries):
         with suppress(OSError, TypeError):  # a function typed into a console has no source
             if "..." not in inspect.getsource(function):
                 return "it returns None; is the return missing?"
@@ -228,7 +228,6 @@ def _fault(error: BaseException, function: Callable[..., Any]) -> str:
     said = f"it raises {type(error).__name__}: {[*_message(error).splitlines(), 'no message'][0][:120]}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if code is not None and frame.filename == code.co_filename:
-            line = linecache.getline(frame.filename, frame.lineno).strip()
-            place = frame.lineno - code.co_firstlineno + 1
-            return f"{said}, in line {place}{f' ({line})' if line else ''},"
+            line = f" ({frame.line})" if frame.line else ""
+            return f"{said}, in line {frame.lineno - code.co_firstlineno + 1}{line},"
     return said

@@ -34,28 +34,47 @@ mistakes(
     {
         "That is the number of bits; eight of them are one byte.": lambda n, b, g: 8 * nf4_bytes(n, b, g),
         "A code takes half a byte; yours takes a whole one.": lambda n, b, g: nf4_bytes(n, b, g) + n / 2,
-        "Only the codes are counted; without scales nothing can be read back.": lambda n, b, g: n / 2,
-        "The constants of the scales are missing: a float32 for every group.": lambda n, b, g: n / 2 + n / b,
-        "This is single quantisation; with double, a scale takes 1 byte.": lambda n, b, g: n / 2 + 4 * n / b,
-        "Scales of 4 bytes beside constants: a scale takes 1.": lambda n, b, g: nf4_bytes(n, b, g) + 3 * n / b,
-        "A group is `group` scales, each of `block` weights: divide by both.": lambda n, b, g: (
-            n / 2 + n / b + 4 * n / g
-        ),
+        "Only the codes are counted; without their scales nothing can be read back.": lambda n, b, g: n / 2,
+        "The constants of the scales are missing: one float32 for every group.": lambda n, b, g: n / 2 + n / b,
         "A constant is a float32, so 4 bytes.": lambda n, b, g: n / 2 + n / b + n / (b * g),
         "A constant has 32 bits, so 4 bytes; yours takes 32.": lambda n, b, g: n / 2 + n / b + 32 * n / (b * g),
-        "There are weights / block scales, not weights / group.": lambda n, b, g: n / 2 + n / g + 4 * n / (b * g),
         "A scale has 8 bits, so 1 byte; yours takes 16 bits.": lambda n, b, g: nf4_bytes(n, b, g) + n / b,
-        "Scales of 16 bits and no constants: 1 byte a scale, 4 a group.": lambda n, b, g: n / 2 + 2 * n / b,
         "The block is always 64 here; use `block`.": lambda n, b, g: nf4_bytes(n, 64, g),
         "The group is always 256 here; use `group`.": lambda n, b, g: nf4_bytes(n, b, 256),
         "The block is always 64 and the group 256 here; use `block`, `group`.": lambda n, b, g: nf4_bytes(n, 64, 256),
-        "4.127 bits a weight hold for blocks of 64 in groups of 256 alone; use both.": lambda n, b, g: n * 4.127 / 8,
         "The result is in GiB; the answer is a number of bytes.": lambda n, b, g: nf4_bytes(n, b, g) / 2**30,
         "The result is in MiB; the answer is a number of bytes.": lambda n, b, g: nf4_bytes(n, b, g) / 2**20,
         "The result is in GB; the answer is a number of bytes.": lambda n, b, g: nf4_bytes(n, b, g) / 1e9,
         "The result is in MB; the answer is a number of bytes.": lambda n, b, g: nf4_bytes(n, b, g) / 1e6,
     },
 )
+
+
+@wrong_versions(nf4_bytes, reread="Four bits")
+class WrongSizes:
+    def single_quantisation(n, b, g):
+        """This is single quantisation: with double quantisation a block's scale is 1 byte."""
+        return n / 2 + 4 * n / b
+
+    def both_quantisations(n, b, g):
+        """Scales of 4 bytes *and* constants for them: the point of the second stage is that a scale takes 1 byte."""
+        return nf4_bytes(n, b, g) + 3 * n / b
+
+    def half_scales(n, b, g):
+        """Scales of 16 bits and no constants: a scale takes 1 byte, and each group of scales a float32 constant."""
+        return n / 2 + 2 * n / b
+
+    def constants_of_weights(n, b, g):
+        """A group is `group` scales, and each scale stands for `block` weights: divide by both."""
+        return n / 2 + n / b + 4 * n / g
+
+    def scales_of_groups(n, b, g):
+        """A scale stands for a block of weights: there are weights / block of them, not weights / group."""
+        return n / 2 + n / g + 4 * n / (b * g)
+
+    def usual_sizes(n, b, g):
+        """4.127 bits a weight hold for blocks of 64 and groups of 256 alone; use `block` and `group`."""
+        return n * 4.127 / 8
 
 
 def _layers(rng: random.Random) -> tuple[Linears, int, int]:
