@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from agentr1_lite.escape import visible
+
 Command = Callable[[argparse.Namespace], int]
 COMMANDS: dict[str, tuple[Command, Callable[[argparse.ArgumentParser], None]]] = {}
 
@@ -78,13 +80,12 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.baseline and args.baseline not in evaluation.BASELINES:
         raise ValueError(f"--baseline {args.baseline!r} is unknown; choose one of {', '.join(evaluation.BASELINES)}")
     policy, task_set = pipeline.make_policy(config), pipeline.held_out(config)
-    options = {"seed": config.evaluation.seed, "temperature": config.evaluation.temperature}
-    options["max_batch"] = config.training.max_rows
+    options = pipeline.evaluation_options(config)
     if args.baseline:
         report = evaluation.run_baseline(args.baseline, policy, task_set, **options)
     else:
         report = evaluation.evaluate(policy, task_set, name=policy.name, **options)
-    print(report.table())
+    say(report.table())
     if args.output:
         report.save(args.output)
     return 0
@@ -111,19 +112,16 @@ def chat(args: argparse.Namespace) -> int:
     config = _config_of_policy(args)
     policy, task_set = pipeline.make_policy(config), pipeline.make_task(config, args.split)
     if not args.question:
-        print(
-            "Questions of this world, in these words and names; quit leaves:",
-            *(t.question for t in task_set.tasks[:3]),
-            sep="\n  ",
-        )
+        say("Questions of this world, in these words and names; quit leaves:")
+        say(*(f"  {t.question}" for t in task_set.tasks[:3]))
     for question in [args.question] if args.question else _lines("you> "):
         known = next((t for t in task_set.tasks if t.question == question), None)
         trajectory = collect_trajectory(task_set.env, policy, known or Task("chat", question), greedy=True)
         for turn in trajectory.turns:
-            print(f"agent> {turn.text}")
+            say(f"agent> {turn.text}")
             if turn.observation:
-                print(f"world> {turn.observation}")
-        print(f"[{trajectory.stop_reason.value}] answer: {trajectory.answer}")
+                say(f"world> {turn.observation}")
+        say(f"[{trajectory.stop_reason.value}] answer: {trajectory.answer}")
     return 0
 
 
@@ -151,7 +149,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(made.to_dict()))
     else:
-        print(made.table(), *made.sentences(), sep="\n")
+        say(made.table(), *made.sentences())
     return int(not made.fits)
 
 
@@ -170,6 +168,7 @@ def play(args: argparse.Namespace) -> int:
     """Be the policy: type turns, or pick tokens, and see observation, reward and end of an episode."""
     from agentr1_lite import pipeline
     from agentr1_lite.toolcalls import ToolCall, render_tool_call
+    from agentr1_lite.views.player import StepPlayer, play_lines, signed
 
     config = _config(args)
     task_set = pipeline.make_task(config, args.split)
@@ -177,15 +176,13 @@ def play(args: argparse.Namespace) -> int:
         raise ValueError(f"--number {args.number}: the split has questions 0 to {len(task_set.tasks) - 1}")
     env, task = task_set.env.fork(), task_set.tasks[args.number]
     if args.by == "token":
-        from agentr1_lite.views.player import StepPlayer, play_lines
-
         config.model.base_model = args.policy or config.model.base_model
         player = StepPlayer(pipeline.make_policy(config), env, task, config.training.seed)
-        print(f"question> {task.question}")
-        play_lines(player, _lines("you> "), print)
+        say(f"question> {task.question}")
+        play_lines(player, _lines("you> "), say)
         return 0
     for message in env.reset(task, seed=config.training.seed):
-        print(f"{message['role']}> {message['content']}")
+        say(f"{message['role']}> {message['content']}")
     print("Type a search, 'answer: …' to finish, or a whole turn with its tags on one line; quit leaves.")
     for line in _lines("you> "):
         if line.lower().startswith("answer:"):
@@ -193,10 +190,10 @@ def play(args: argparse.Namespace) -> int:
         elif "<" not in line and env.tools:
             line = render_tool_call(ToolCall(env.tools[0].name, {env.tools[0].text_parameter: line}), env.call_format)
         result = env.step(line)
-        print(*(f"world> {m['content']}" for m in result.observation), sep="\n")
-        print(f"[reward {result.reward:+.2f}{', end: ' + result.info['stop_reason'].value if result.done else ''}]")
+        say(*(f"world> {m['content']}" for m in result.observation))
+        print(f"[reward {signed(result.reward)}{', end: ' + result.info['stop_reason'].value if result.done else ''}]")
         if result.done:
-            print(f"right: {' or '.join(task.golds)}")
+            say(f"right: {' or '.join(task.golds)}")
             break
     return 0
 
@@ -231,7 +228,7 @@ def doctor(args: argparse.Namespace) -> int:
 
     findings = [*machine_check(), *self_test()]
     for finding in findings:
-        print(finding)
+        say(finding)
     return int(any(finding.level == "fail" for finding in findings))
 
 
@@ -314,6 +311,11 @@ def _config_of_policy(args: argparse.Namespace) -> Any:
     return config
 
 
+def say(*lines: Any) -> None:
+    """Print lines; nothing that a model, a tool or a file wrote moves the cursor or hides text."""
+    print(*map(visible, lines), sep="\n")
+
+
 def _lines(prompt: str) -> Any:
     """Lines from the keyboard until it ends or says quit."""
     while True:
@@ -349,7 +351,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
-    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, *_: f"warning: {visible(message)}\n"
     try:
         return COMMANDS[args.command][0](args)
     except KeyboardInterrupt as stop:
@@ -358,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         named = isinstance(error, OSError) and error.filename and error.strerror
         said = f"{error.filename}: {error.strerror}; give a path that can be written" if named else str(error)
-        print(f"agentr1_lite {args.command}: {' '.join(said.split())}", file=sys.stderr)
+        print(f"agentr1_lite {args.command}: {visible(' '.join(said.split()))}", file=sys.stderr)
         return 2
 
 

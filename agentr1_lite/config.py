@@ -62,6 +62,7 @@ class ModelConfig:
     dtype: str = knob("auto", "Number type of the weights.", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = knob("auto", "Where the model runs: auto, cpu, cuda, cuda:1 or mps.")
     gradient_checkpointing: bool = knob(False, "Recompute activations in the backward pass to save memory.")
+    template_options: dict = knob({}, "More variables of the chat template, such as enable_thinking or strftime_now.")
 
 
 @dataclass
@@ -187,7 +188,7 @@ class EvaluationConfig:
     questions: int = knob(200, "How many of them.", min=1, max=1000000, unit="questions")
     every: int = knob(0, "Steps between evaluations; 0 evaluates at the end only.", min=0, max=100000, unit="steps")
     temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.", min=0, max=5)
-    seed: int = knob(0, "Seed of the choice of questions.", min=0, max=2**31 - 1)
+    seed: int = knob(0, "Seed of the choice of questions (0: the first) and of samples.", min=0, max=2**31 - 1)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,15 +54,14 @@ LESSONS = {
 
 def ladder(memory: float, gpu: float) -> list[tuple[Rung, str]]:
     """Each rung and why it does not fit into ``memory`` and ``gpu`` (GiB in all); "" where it does."""
-    found = []
-    for rung in LADDER:
-        short = []
+
+    def short(rung: Rung) -> Iterator[str]:
         if gpu < rung.gpu:
-            short.append(f"needs a GPU of {rung.gpu:g} GiB" if not gpu else f"needs {rung.gpu:g} GiB on the GPU")
+            yield f"needs {rung.gpu:g} GiB on the GPU" if gpu else f"needs a GPU of {rung.gpu:g} GiB"
         if memory < rung.memory:
-            short.append(f"needs {rung.memory:g} GiB of memory")
-        found.append((rung, " and ".join(short)))
-    return found
+            yield f"needs {rung.memory:g} GiB of memory"
+
+    return [(rung, " and ".join(short(rung))) for rung in LADDER]
 
 
 def check_machine() -> Html:
@@ -75,16 +74,15 @@ def check_machine() -> Html:
 
     memory = psutil.virtual_memory().total / 2**30
     gpu = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 0.0
-    words = {"ok": "✔ fine", "warn": "△ look", "fail": "✘ mend"}
-    found = [(words[f.level], f.check, f.message) for f in [*machine_check(), _widgets()]]
-    home = f"{data_root().parent}/"
-    checks = _rows(("", "part", "what was found"), [[cell.replace(home, "") for cell in row] for row in found])
-    rows = [
+    words, home = {"ok": "✔ fine", "warn": "△ look", "fail": "✘ mend"}, f"{data_root().parent}/"
+    found = [(words[f.level], f.check, f.message.replace(home, "")) for f in [*machine_check(), _widgets()]]
+    rungs = [
         (f"✘ {why}" if why else "✔ fits", rung.name, rung.what, "" if why else f"≈ {rung.time}")
         for rung, why in ladder(memory, gpu)
     ]
-    rungs = _rows(("this machine", "policy", "what for", "time, an estimate"), rows)
-    return show(part(f"<h4>This machine</h4>{checks}<h4>The ladder of policies</h4>{rungs}"), alt="machine check")
+    checks = _rows(("", "part", "what was found"), found)
+    policies = _rows(("this machine", "policy", "what for", "time, an estimate"), rungs)
+    return show(part(f"<h4>This machine</h4>{checks}<h4>The ladder of policies</h4>{policies}"), alt="machine check")
 
 
 def _widgets() -> Finding:
@@ -100,14 +98,11 @@ def course_map(notebooks: str | Path | None = None) -> Html:
     folder = Path(__file__).resolve().parent.parent / "notebooks" if notebooks is None else Path(notebooks)
     rows = []
     for number, (name, title, end) in LESSONS.items():
-        there = (folder / f"{name}.py").exists()
-        link = (
-            f'<a style="color:var(--ar1-blue)" href="{name}.ipynb">{esc(title)}</a>'
-            if there
-            else f"{esc(title)} (to come)"
-        )
-        rows.append((f"{number:02d}", link, esc(end)))
-    return show(part(_rows(("", "lesson", "you end with"), rows, raw=True)), alt="map of the course")
+        link = f"{title} (to come)"
+        if (folder / f"{name}.py").exists():
+            link = Html(f'<a style="color:var(--ar1-blue)" href="{name}.ipynb">{esc(title)}</a>')
+        rows.append((f"{number:02d}", link, end))
+    return show(part(_rows(("", "lesson", "you end with"), rows)), alt="map of the course")
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
@@ -115,14 +110,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
     return show(part(_rows(columns, rows)))
 
 
-def _rows(head: Sequence[str], rows: Sequence[Sequence[Any]], raw: bool = False) -> str:
-    cell = "text-align:left;vertical-align:top;padding:3px 14px 3px 0;border-bottom:1px solid var(--ar1-rule)"
-    names = "".join(f'<th style="{cell}">{esc(name)}</th>' for name in head)
-    body = ""
-    for row in rows:
-        body += '<tr style="background:none">'  # notebooks stripe their tables
-        for n, text in enumerate(row):
-            keep = ";white-space:nowrap" if n == 0 else ""
-            body += f'<td style="{cell}{keep}">{text if raw else esc(text)}</td>'
-        body += "</tr>"
-    return f'<table style="border-collapse:collapse;margin:2px 0 12px;color:inherit">{names}{body}</table>'
+def _rows(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """An HTML table; a cell that is `Html` stands as it is, anything else is escaped."""
+    style = "text-align:left;vertical-align:top;padding:3px 14px 3px 0;border-bottom:1px solid var(--ar1-rule)"
+    lines = ["".join(f'<th style="{style}">{esc(name)}</th>' for name in head)]
+    for first, *others in rows:
+        cells = [f'<td style="{style};white-space:nowrap">{esc(first)}</td>']
+        cells += [f'<td style="{style}">{cell.html if isinstance(cell, Html) else esc(cell)}</td>' for cell in others]
+        lines.append(f'<tr style="background:none">{"".join(cells)}</tr>')  # notebooks stripe their tables
+    return f'<table style="border-collapse:collapse;margin:2px 0 12px;color:inherit">{"".join(lines)}</table>'

@@ -17,7 +17,6 @@ GIB = 2**30
 PHASES = ("rollout", "log-prob", "update")
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "logits", "KV cache", "overhead")
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # a 4-bit code, an 8-bit scale a block of 64, a float32 a 256 of these
-OPTIMIZERS = ("adamw", "paged_adamw_8bit")
 CHUNK, KEEP = 2**24, 2**26  # forward.CHUNK_ELEMENTS and KEEP_ELEMENTS
 FEED = 4096  # engine.FEED_TOKENS
 FIRST, ODD = 512, 8  # cache.FIRST_SLOTS and ODD_SLOTS

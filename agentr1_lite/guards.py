@@ -67,7 +67,7 @@ def advice(config: Config) -> list[str]:
         if rate > most:
             how = "with LoRA on" if model.lora_rank else "on every weight of"
             found.append(f"{name} is {rate:g} {how} {model.base_model}: runs have collapsed so; start at {most / 2:g}")
-    if model.base_model in HUB_IDS and not torch.cuda.is_available():
+    if model.base_model.lower() in HUB_IDS and not torch.cuda.is_available():
         found.append(
             f"model.base_model {model.base_model} without a GPU takes hours a step; smollm2-135m is made for it"
         )

@@ -66,6 +66,7 @@ def resolve(name: str | Path) -> str:
     former = path.with_name(path.name + FORMER)
     if former.is_dir():  # a save was killed between its two renames
         return str(former)
+    text = text.lower() if text.lower() in (*SHIPPED, *HUB_IDS) else text
     if text in SHIPPED:
         shipped = data_root() / text
         if not (shipped / "config.json").is_file():

@@ -181,7 +181,7 @@ class Turn:
     start: int
     end: int
     kind: TurnKind = TurnKind.TEXT
-    text: str = ""
+    text: str = ""  # with what the template begins a turn with, such as <think>, though the prompt holds its tokens
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: list[dict[str, Any]] = field(default_factory=list)
     observation_start: int = 0
@@ -349,7 +349,7 @@ def _fitting(cls: type, row: Any, where: str, needed: Iterable[str]) -> Mapping[
 def states(trajectory: Trajectory, task: Task | None = None) -> Iterator[tuple[State, Action | None, State]]:
     """Replay a one-segment trajectory as ``(s, a, s')``; ``a`` is None on an environmental transition."""
     if len(trajectory.segments) != 1:
-        raise ValueError("states() replays append-only episodes of one segment; step-level contexts have several")
+        raise ValueError("states() replays episodes of one segment; these have several")
     ids = trajectory.segments[0].token_ids
     task = task or Task(trajectory.task_id, trajectory.question, tuple(trajectory.golds))
     first = trajectory.turns[0].start if trajectory.turns else len(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from agentr1_lite.tasks.scripted import load_logs
 from agentr1_lite.trainer import AgentR1Trainer
 from agentr1_lite.versions import versions
 
+POOL = 1000  # questions made for a choice by seed
 BASELINES = ("closed_book", "naive_rag", "scripted_expert")
 Say = Callable[[str], None]
 Phase = tuple[str, Callable[[], Any]]
@@ -46,6 +48,7 @@ def make_policy(config: Config, device: Any = None) -> QwenPolicy:
             device=device,
             seed=config.training.seed,
             gradient_checkpointing=model.gradient_checkpointing,
+            template_options=model.template_options or None,
         )
     except RuntimeError as error:  # torch's, for a device that is not there or too small
         raise ConfigError(f"model.base_model {model.base_model!r} on model.device {device!r}: {error}") from error
@@ -66,16 +69,30 @@ def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
 
 
 def held_out(config: Config) -> TaskSet:
-    """The questions of ``config.evaluation``; a test world holds other entities than the train world."""
+    """The questions of ``config.evaluation``; a test world holds other entities than the train world.
+
+    Seed 0 takes the first of the split, any other seed draws among all of them; of a task that makes as many as it is
+    asked for, among `POOL` or twice the number wanted.
+    """
     wanted = config.evaluation
-    knobs = {"count": wanted.questions} if "count" in accepted_knobs(config.task.name) else {}
+    pool = max(POOL, 2 * wanted.questions) if wanted.seed else wanted.questions
+    knobs = {"count": pool} if "count" in accepted_knobs(config.task.name) else {}
     task_set = make_task(config, wanted.split, **knobs)
-    task_set.tasks = task_set.tasks[: wanted.questions]
+    chosen = range(len(task_set.tasks))[: wanted.questions]
+    if wanted.seed:
+        chosen = sorted(random.Random(wanted.seed).sample(range(len(task_set.tasks)), len(chosen)))
+    task_set.tasks = [task_set.tasks[i] for i in chosen]
     if not task_set.tasks:
         raise ConfigError(
             f"evaluation.split {wanted.split}: task {config.task.name} has no question there; choose another"
         )
     return task_set
+
+
+def evaluation_options(config: Config) -> dict[str, Any]:
+    """How every policy and baseline of a run is asked, for `evaluation.evaluate`."""
+    wanted = config.evaluation
+    return {"seed": wanted.seed, "temperature": wanted.temperature, "max_batch": config.training.max_rows}
 
 
 def train(
@@ -105,6 +122,7 @@ def train(
     trainer = AgentR1Trainer(policy, config, callbacks=callbacks, accelerator=accelerator)
     plan = phases(config, trainer, train_set, data)
     reports: dict[str, evaluation.Report] = {}
+    options = evaluation_options(config)
 
     def look(name: str, make: Callable[..., evaluation.Report], now: bool, again: bool = False) -> None:
         """Evaluate where the policy is ``now`` the one to be evaluated; a resumed run reads what it had found."""
@@ -113,16 +131,14 @@ def train(
             with tqdm(
                 total=len(test_set), desc=f"evaluate {name}", disable=not config.run.progress, leave=False
             ) as bar:
-                report = make(seed=config.evaluation.seed, progress=lambda ended, total: bar.update(ended - bar.n))
+                report = make(**options, progress=lambda ended, total: bar.update(ended - bar.n))
             report.save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
-            low, high = report.interval()
-            say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
+            say(f"{name:>16}: EM {report.shown()}  n={len(report)}")
 
     def score(name: str, now: bool, again: bool = False) -> None:
-        options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
-        look(name, partial(evaluation.evaluate, policy, test_set, **options), now, again)
+        look(name, partial(evaluation.evaluate, policy, test_set, name=name), now, again)
 
     if config.evaluation.every:
         trainer.callbacks.append(Evaluations(test_set))
@@ -130,10 +146,8 @@ def train(
         remove_run(folder)
     trainer.resume() if resume else trainer.open()
     seconds = {"setup": time.perf_counter() - started}
-    rows = {"max_batch": config.training.max_rows}
     for name in baselines(test_set):
-        measure = partial(evaluation.run_baseline, name, policy, test_set, **rows)
-        look(name, measure, not trainer.count)
+        look(name, partial(evaluation.run_baseline, name, policy, test_set), not trainer.count)
     score("base", not trainer.count)
     trained = False
     for phase, work in plan:
@@ -146,7 +160,7 @@ def train(
         return {}
     summary = {
         "em": {name: reports[name].mean() for name in ("base", *dict(plan)) if name in reports},
-        "interval": {name: list(report.interval()) for name, report in reports.items()},
+        "interval": {name: report.interval() for name, report in reports.items()},
         "n": len(test_set.tasks),
         "baselines": {name: reports[name].mean() for name in BASELINES if name in reports},
         "seconds": _seconds(seconds, trainer, reports),
@@ -197,10 +211,8 @@ class Evaluations:
         share = trainer.accelerator
         if phase != "online" or not wanted.every or step % wanted.every or not (share is None or share.is_main_process):
             return
-        options = {"temperature": wanted.temperature, "seed": wanted.seed}
-        options["max_batch"] = trainer.config.training.max_rows
-        report = evaluation.evaluate(trainer.policy, self.task_set, **options)
-        low, high = report.interval()
+        report = evaluation.evaluate(trainer.policy, self.task_set, **evaluation_options(trainer.config))
+        low, high = report.interval() or (None, None)
         row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}
         trainer.log.add("evaluations.jsonl", {**row, "em": report.mean(), "low": low, "high": high})
 

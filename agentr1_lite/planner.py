@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from agentr1_lite.advantages import find
 from agentr1_lite.config import (
-    ALGORITHMS,
-    ENGINES,
     Config,
     EnvironmentConfig,
     ModelConfig,
@@ -18,11 +18,10 @@ from agentr1_lite.config import (
     load_config,
     recipes,
 )
-from agentr1_lite.footprint import GIB, OPTIMIZERS, PARTS, PHASES, PROMPT, Setting, phase_parts
+from agentr1_lite.footprint import GIB, PARTS, PHASES, PROMPT, Setting, phase_parts
 from agentr1_lite.settings import ConfigError, parse_scalar
 from agentr1_lite.shapes import SHAPES, Shape, shape_of
 
-WITH_CRITIC = ("PPO", "turn-level GAE", "n-step")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -145,6 +144,9 @@ NAMES = {
     "max_rows": "training.max_rows",
     "response_tokens": "environment.max_response_tokens",
 }
+# How it calls what `plan` is asked
+ASKED = NAMES | {"dtype": NAMES["width"], "quantization": NAMES["quantized"]}
+ASKED |= {name: f"training.{name}" for name in ("algorithm", "engine", "engine_memory")}
 # Fields whose largest value that fits is looked for, and the bounds of the search
 BOUNDS = {
     "micro_batch_tokens": (64, 2**22),
@@ -255,62 +257,54 @@ def plan(
         gpu_memory_gib: of a card that need not be there (a T4 sold as 16 GB shows 14.7); the card that is there if not
             given, or the machine's memory. With ``device="cpu"`` it is the machine's memory.
         prompt_tokens, response_tokens: of the longest row, cut at the model's context.
-        max_rows: episodes decoded at once. The others are settings of the same names.
+        max_rows: episodes decoded at once. The others are settings of the same names, with the values that YAML takes.
 
     Raises:
         ValueError: one sentence on the number or name that makes no sense.
     """
-    shape = shape_of(model)
-    counts = {"micro_batch_tokens": micro_batch_tokens, "batch_size": batch_size, "group_size": group_size}
-    counts |= {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "max_rows": max_rows}
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} is {value!r}; give a whole number of 1 or more")
-    if isinstance(lora_rank, bool) or not isinstance(lora_rank, int) or lora_rank < 0:
-        raise ConfigError(f"lora_rank is {lora_rank!r}; give a whole number, 0 to train every weight")
+    given, config = dict(locals()), Config()
+    for name in ASKED.keys() & given.keys():
+        config.set(ASKED[name], given[name], "plan")
+    m, t, shape = config.model, config.training, shape_of(model)
+    if type(prompt_tokens) is not int or prompt_tokens < 1:
+        raise ConfigError(f"prompt_tokens is {prompt_tokens!r}; give a whole number of 1 or more")
     if prompt_tokens >= shape.context:
         raise ConfigError(
             f"prompts of {prompt_tokens} tokens leave no room in {shape.name}'s context of {shape.context}"
         )
-    for name, value, known in (
-        ("algorithm", algorithm, ALGORITHMS),
-        ("quantization", quantization, (None, "nf4")),
-        ("dtype", dtype, ("auto", *BYTES)),
-        ("optimizer", optimizer, ("auto", *OPTIMIZERS)),
-        ("engine", engine, ENGINES),
-    ):
-        if value not in known:
-            raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(map(str, known))}")
-    if not isinstance(engine_memory, int | float) or not 0 < engine_memory < 1:
-        raise ConfigError(f"engine_memory is {engine_memory!r}; give a share of the GPU between 0 and 1")
-    if quantization and not lora_rank:
+    if m.quantization and not m.lora_rank:
         raise ConfigError("quantised weights cannot be trained themselves; set lora_rank to 1 or more")
     kind, memory, capability = _machine(device, gpu_memory_gib)
-    if dtype == "bfloat16":  # whoever asks for it has a card with units for it
+    if m.dtype == "bfloat16":  # whoever asks for it has a card with units for it
         capability = max(capability, 8.0)
-    if dtype == "auto":
-        dtype = "float32" if kind == "cpu" or not lora_rank else "bfloat16" if capability >= 8 else "float16"
-    if optimizer == "auto":
-        optimizer = "paged_adamw_8bit" if quantization and kind == "cuda" else "adamw"
+    if m.dtype == "auto":
+        m.dtype = "float32" if kind == "cpu" or not m.lora_rank else "bfloat16" if capability >= 8 else "float16"
+    if t.optimizer == "auto":
+        t.optimizer = "paged_adamw_8bit" if m.quantization and kind == "cuda" else "adamw"
     setting = Setting(
         shape,
         device=kind,
-        width=BYTES[dtype],
-        quantized=quantization is not None,
-        lora_rank=lora_rank,
-        critic=algorithm in WITH_CRITIC,
-        gradient_checkpointing=gradient_checkpointing,
-        optimizer=optimizer,
+        width=BYTES[m.dtype],
+        quantized=m.quantization is not None,
+        lora_rank=m.lora_rank,
+        critic="values" in signature(find(t.algorithm)).parameters,
+        gradient_checkpointing=m.gradient_checkpointing,
+        optimizer=t.optimizer,
+        micro_batch_tokens=t.micro_batch_tokens,
+        batch_size=t.batch_size,
+        group_size=t.group_size,
+        prompt_tokens=prompt_tokens,
+        response_tokens=config.environment.max_response_tokens,
+        max_rows=t.max_rows,
         flash=kind == "cpu" or capability >= 8,
-        engine_memory=engine_memory * memory * GIB if engine == "vllm" else 0.0,
-        **counts,
+        engine_memory=t.engine_memory * memory * GIB if t.engine == "vllm" else 0.0,
     )
     return Plan(setting, memory)
 
 
 def _machine(device: str, memory: float | None) -> tuple[str, float, float]:
     """("cpu" or "cuda", GiB, compute capability); a card that is only named counts as a T4 below 20 GiB."""
-    kind = str(device).partition(":")[0]
+    kind = str(device).lower().partition(":")[0]
     if kind not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"memory is known for devices cpu and cuda, not for {device!r}")
     if memory is not None and not (isinstance(memory, int | float) and 0 < memory <= 100_000):
@@ -354,6 +348,7 @@ def plan_for(config: Config, gpu_memory_gib: float | None = None, *, prompt_toke
 
 def config_of(name: str, overrides: list[str]) -> Config:
     """A recipe or file of settings; the name of a model gives the settings of `plan`."""
+    name = name.lower() if name.lower() in recipes() else name
     if name in recipes() or Path(name).is_file() and not name.endswith(".gguf"):
         return load_config(name, overrides)
     shape_of(name)

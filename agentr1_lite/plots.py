@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from agentr1_lite.escape import esc
+from agentr1_lite.scoring import three_digits, with_interval
 
 PHASES = ("base", "imitation", "offline", "online")
 LABELS = {
@@ -54,7 +56,8 @@ class Estimate(NamedTuple):
 
     @property
     def text(self) -> str:
-        return f"{self.mean:.2f}" + (f"  [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+        known = self.low is not None and self.high is not None
+        return with_interval(self.mean, (self.low, self.high) if known else None)
 
 
 class Curve(NamedTuple):
@@ -95,7 +98,7 @@ def _color(name: str) -> str:
 
 def _text(x: float, y: float, text: str, anchor: str = "start", kind: str = "tick", fill: str = "") -> str:
     style = f' style="fill:{fill}"' if fill else ""
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{escape(text)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{style}>{esc(text)}</text>'
 
 
 def _line(x: tuple[float, float], y: tuple[float, float], kind: str, color: str = "") -> str:
@@ -105,12 +108,12 @@ def _line(x: tuple[float, float], y: tuple[float, float], kind: str, color: str 
 
 def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {width:g} {height:g}"'
-    return f'<svg {size} role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg {size} role="img" aria-label="{esc(label)}">{"".join(parts)}</svg>'
 
 
 def svg_intervals(groups: Sequence[tuple[str, Sequence[Estimate]]], axis: str) -> str:
     """Estimates as dots with 95 % intervals, one row each, under a heading a group."""
-    width, left, right, row = 720, 152, 134, 32
+    width, left, right, row = 720, 152, 164, 32
     span = width - left - right
     height = 34 + sum(26 + row * len(rows) for _, rows in groups) + 16
     parts = [_text(left + span / 2, height - 6, axis, "middle", "axis")]
@@ -123,7 +126,7 @@ def svg_intervals(groups: Sequence[tuple[str, Sequence[Estimate]]], axis: str) -
         top += 26
         for e in rows:
             y, color = top + row / 2, _color(e.name)
-            parts.append(f"<g><title>{escape(f'{e.label}: {e.text}')}</title>")
+            parts.append(f"<g><title>{esc(f'{e.label}: {e.text}')}</title>")
             parts.append(_text(12, y + 4, e.label, kind="label"))
             parts.append(_line((left, left + span * e.mean), (y, y), "stem", color))
             if e.low is not None:
@@ -213,14 +216,14 @@ def svg_stack(layers: Sequence[Curve], label: str) -> str:
         above = [b + v for b, v in zip(below, layer.values, strict=True)]
         outline = frame.path([*steps, *reversed(steps)], [*above, *reversed(below)])
         parts.append(
-            f'<path d="{outline}Z" fill="{_color(layer.name)}" class="area"><title>{escape(layer.name)}</title></path>'
+            f'<path d="{outline}Z" fill="{_color(layer.name)}" class="area"><title>{esc(layer.name)}</title></path>'
         )
         below = above
     return _svg(frame.width, frame.height, label, parts)
 
 
 def legend(names: Sequence[str]) -> str:
-    keys = (f'<span><i style="background:{_color(n)}"></i>{escape(n.replace("_", " "))}</span>' for n in names)
+    keys = (f'<span><i style="background:{_color(n)}"></i>{esc(n.replace("_", " "))}</span>' for n in names)
     return f'<p class="legend">{"".join(keys)}</p>'
 
 
@@ -279,7 +282,7 @@ def _draw_estimates(axes: Any, estimates: Sequence[Estimate], title: str) -> Non
         if e.low is not None:
             axes.plot([e.low, e.high], [place, place], color=color, lw=5, alpha=0.45, solid_capstyle="round")
         axes.plot(e.mean, place, "o", color=color, ms=9, mec=PAPER, mew=1.2, zorder=3)
-        axes.text(1.05, place, f"{e.mean:.2f}", va="center", color=color, weight="bold", clip_on=False)
+        axes.text(1.05, place, three_digits(e.mean), va="center", color=color, weight="bold", clip_on=False)
     axes.set(title=title, xlim=(0, 1.02), ylim=(-0.6, max(len(estimates), 1) - 0.4))
     axes.set_xlabel("exact match, share of questions (95 % interval)")
     axes.set_yticks(range(len(estimates)), [e.label for e in reversed(estimates)], color=INK)

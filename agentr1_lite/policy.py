@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class QwenPolicy:
         dtype, device: see ``loading.pick_dtype`` and ``loading.pick_device``.
         seed: of the adapters' and the value head's first weights.
         gradient_checkpointing: recompute layers in the backward pass (big models).
+        template_options: variables of the chat template (``ChatFormat``); saved with the policy, and if not given
+            those it was saved with.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class QwenPolicy:
         device: str | torch.device = "auto",
         seed: int = 0,
         gradient_checkpointing: bool = False,
+        template_options: Mapping[str, Any] | None = None,
     ) -> None:
         source = loading.resolve(name_or_path)
         adapter = loading.adapter_settings(source)
@@ -71,7 +74,9 @@ class QwenPolicy:
         number = loading.pick_dtype(dtype, where, frozen_base=lora_rank > 0)
         tokenizer = loading.load_tokenizer(source)
         model = loading.load_model(base, dtype=number, device=where, quantization=quantization)
-        self._build(model, tokenizer, str(name_or_path), lora_rank, lora_alpha, seed, gradient_checkpointing)
+        self._build(
+            model, tokenizer, str(name_or_path), lora_rank, lora_alpha, seed, gradient_checkpointing, template_options
+        )
         self._base_name, self._folder = base_name, Path(source)
         if adapter is not None:
             file = self._folder / storage.ADAPTER_FILE
@@ -92,11 +97,12 @@ class QwenPolicy:
         lora_alpha: int | None = None,
         seed: int = 0,
         gradient_checkpointing: bool = False,
+        template_options: Mapping[str, Any] | None = None,
     ) -> QwenPolicy:
         """A policy around a model and a tokenizer that are already in memory."""
         policy = cls.__new__(cls)
         loading.without_dropout(model)
-        policy._build(model, tokenizer, name, lora_rank, lora_alpha, seed, gradient_checkpointing)
+        policy._build(model, tokenizer, name, lora_rank, lora_alpha, seed, gradient_checkpointing, template_options)
         return policy
 
     def _build(
@@ -108,11 +114,14 @@ class QwenPolicy:
         lora_alpha: int | None,
         seed: int,
         checkpointing: bool,
+        template_options: Mapping[str, Any] | None,
     ) -> None:
         self.name, self.version, self.seed, self.lora_rank = name, 0, seed, lora_rank
         self.tokenizer, self._base_name, self._folder = tokenizer, "", None
+        saved = tokenizer.init_kwargs.get("template_options")
+        self.template_options = dict((saved if template_options is None else template_options) or {})
         try:
-            self.chat = ChatFormat(tokenizer, getattr(model, "generation_config", None))
+            self.chat = ChatFormat(tokenizer, getattr(model, "generation_config", None), self.template_options)
         except ValueError as error:
             raise PolicyError(str(error)) from error
         self.context_length = loading.context_length(model.config)
@@ -386,6 +395,9 @@ class QwenPolicy:
         storage.check_target(path)
         if self.lora_rank and self._base_name and path.exists() and path.samefile(loading.resolve(self._base_name)):
             raise PolicyError(f"{str(path)!r} holds the base of this adapter; save the adapter into another folder")
+        self.tokenizer.init_kwargs.pop("template_options", None)
+        if self.template_options:  # goes into tokenizer_config.json
+            self.tokenizer.init_kwargs["template_options"] = self.template_options
         return storage.write_whole(path, write)
 
     def _write(self, folder: Path, dtype: torch.dtype | None, critic: bool) -> None:

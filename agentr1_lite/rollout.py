@@ -107,7 +107,8 @@ def record_turns(
 
 
 def _text(policy: QwenPolicy, turn: EngineTurn) -> str:
-    return policy.chat.decode(turn.ids if turn.ended_by is None else turn.ids[:-1])
+    """The turn as the environment and the rewards read it, with the words that the prompt began it with."""
+    return policy.chat.prefill + policy.chat.decode(turn.ids if turn.ended_by is None else turn.ids[:-1])
 
 
 def _record(

@@ -109,8 +109,8 @@ def shape_of(model: str | Path | Shape) -> Shape:
     """
     if isinstance(model, Shape):
         return model
-    if str(model) in SHAPES:
-        return SHAPES[str(model)]
+    if str(model).lower() in SHAPES and not Path(model).is_dir():
+        return SHAPES[str(model).lower()]
     from transformers import AutoConfig
 
     from agentr1_lite import loading, storage
@@ -124,9 +124,9 @@ def shape_of(model: str | Path | Shape) -> Shape:
         if loading.adapter_settings(base) is not None:
             raise loading.PolicyError(f"adapter {source!r} names {base!r} as its base, which is an adapter itself")
         return shape_of(base)
-    known = {hub: name for name, hub in loading.HUB_IDS.items()}
-    if source in known:
-        return SHAPES[known[source]]
+    known = {hub.lower(): name for name, hub in loading.HUB_IDS.items()}
+    if source.lower() in known:
+        return SHAPES[known[source.lower()]]
     options = loading.hub_options(source)
     try:
         config = AutoConfig.from_pretrained(source, **options)

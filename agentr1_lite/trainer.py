@@ -356,7 +356,8 @@ class AgentR1Trainer:
     def trajectories(self, data: Sequence[Any] | str | Path) -> list[Trajectory]:
         """Trajectories as they are, message logs encoded once; a path is read first."""
         rows = load_logs(data) if isinstance(data, str | Path) else data
-        encoded = [row if isinstance(row, Trajectory) else encode_log(row, self.policy.chat) for row in rows]
+        chat, written = self.policy.chat, self.config.environment.call_format
+        encoded = [row if isinstance(row, Trajectory) else encode_log(row, chat, written) for row in rows]
         if not encoded:
             raise ValueError("the data holds no trajectory to learn from; give at least one")
         return encoded

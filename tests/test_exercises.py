@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentr1_lite.exercises import EXERCISES, Exercise, Mistake, Verdict, check, exercises, find
+from agentr1_lite.exercises import check
 from agentr1_lite.exercises.compare import SHORT, shown, text
+from agentr1_lite.exercises.judge import Verdict
+from agentr1_lite.exercises.registry import EXERCISES, Exercise, Mistake, exercises, find
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
@@ -125,7 +127,7 @@ def test_a_difference_is_shown_where_it_is(monkeypatch, wanted, found, words):
 
 def test_a_difference_is_one_that_the_exercise_counts(monkeypatch):
     def alike(found, wanted):
-        return [x.lower() for x in found] == [x.lower() for x in wanted]
+        return found.lower() == wanted.lower()
 
     texts = ["a", "b", "c"]
     options = {"equal": alike}

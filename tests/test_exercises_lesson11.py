@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from agentr1_lite.exercises import check, find
+from agentr1_lite.exercises import check
+from agentr1_lite.exercises.registry import find
 from agentr1_lite.footprint import NF4_BYTES
 from agentr1_lite.shapes import SHAPES
 

@@ -17,9 +17,9 @@ from agentr1_lite import cache as cache_module
 from agentr1_lite import engine, footprint, forward, planner, update
 from agentr1_lite.__main__ import main
 from agentr1_lite.cache import SlotCache
-from agentr1_lite.config import ALGORITHMS, load_config
+from agentr1_lite.config import ALGORITHMS, Config, load_config
 from agentr1_lite.footprint import GIB, PHASES, Setting
-from agentr1_lite.optimizers import OPTIMIZERS, adamw
+from agentr1_lite.optimizers import adamw
 from agentr1_lite.planner import plan
 from agentr1_lite.random_model import random_model, random_policy
 from agentr1_lite.shapes import SHAPES, Shape, shape_of
@@ -144,8 +144,6 @@ def test_what_is_repeated_here_is_as_it_is_there():
         cache_module.FIRST_SLOTS,
         cache_module.ODD_SLOTS,
     )
-    assert tuple(OPTIMIZERS) == footprint.OPTIMIZERS
-    assert tuple(name for name in ALGORITHMS if update.needs_critic(name)) == planner.WITH_CRITIC
 
 
 def test_parts_sum_to_the_peak():
@@ -350,6 +348,47 @@ def test_an_adapter_of_itself_and_files_of_weights(tmp_path):
 def test_odd_numbers_are_told(wrong):
     with pytest.raises(ValueError):
         plan("qwen2.5-3b", **{"gpu_memory_gib": 16, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("spelt", "meant"),
+    [
+        ({"algorithm": "ppo"}, {"algorithm": "PPO"}),
+        ({"algorithm": "Turn-Level_GAE"}, {"algorithm": "turn-level GAE"}),
+        ({"algorithm": "grpo"}, {"algorithm": "GRPO"}),
+        ({"algorithm": "reinforce_pp"}, {"algorithm": "REINFORCE++"}),
+        ({"quantization": "NF4"}, {"quantization": "nf4"}),
+        ({"quantization": "None"}, {"quantization": None}),
+        ({"dtype": "BFloat16"}, {"dtype": "bfloat16"}),
+        ({"optimizer": "AdamW"}, {"optimizer": "adamw"}),
+        ({"optimizer": "Paged-AdamW-8bit"}, {"optimizer": "paged_adamw_8bit"}),
+        ({"engine": "VLLM"}, {"engine": "vllm"}),
+        ({"model": "Qwen2.5-3B"}, {"model": "qwen2.5-3b"}),
+        ({"model": "qwen/qwen2.5-3b-instruct"}, {"model": "qwen2.5-3b"}),
+        ({"device": "CPU"}, {"device": "cpu"}),
+    ],
+)
+def test_names_are_read_as_yaml_reads_them(spelt, meant):
+    common = {"gpu_memory_gib": 16}
+    made = plan(**common | spelt)
+    assert made == plan(**common | meant)
+    if "model" not in spelt and "device" not in spelt:
+        (name, value), (_, wanted) = *spelt.items(), *meant.items()
+        config = Config()
+        config.set(planner.ASKED[name], value)
+        config.set("model.lora_rank", 16)
+        assert {key: x for key, _, x in config.walk()}[planner.ASKED[name]] == wanted
+
+
+def test_a_critic_is_planned_for_whoever_reads_values():
+    critics = {name for name in ALGORITHMS if plan("qwen2.5-3b", 16, algorithm=name).setting.critic}
+    assert critics == {name for name in ALGORITHMS if update.needs_critic(name)} == {"PPO", "turn-level GAE", "n-step"}
+
+
+def test_the_command_finds_a_recipe_in_any_case(capsys):
+    codes = [main(["plan", name, "--gpu", "16", "--json"]) for name in ("qwen2.5-3b", "Qwen2.5-3B")]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second and codes == [0, 0]
 
 
 def test_bfloat16_means_a_card_that_has_it():

@@ -96,12 +96,12 @@ def _tool_method(tool: Tool) -> Callable[..., str]:
     return call
 
 
-def environment_factory(env: ToolEnv, tasks: Iterable[Task]) -> type:
+def environment_factory(env: ToolEnv, tasks: Iterable[Task], prefill: str = "") -> type:
     """The class whose instances TRL's ``environment_factory`` interface drives: ``reset(**row)`` and one method a tool.
 
     Every call becomes a turn of a fork of ``env``: schema checks, deadlines, cuts and process rewards are the kit's.
     TRL runs several calls of one turn one after another, so each counts as a turn here, and it ends the episode at
-    the first turn without a call that it can parse.
+    the first turn without a call that it can parse. ``prefill`` is what the chat template begins a turn with.
     """
     by_id = {task.id: task for task in tasks}
     seeds = count()
@@ -133,7 +133,7 @@ def environment_factory(env: ToolEnv, tasks: Iterable[Task]) -> type:
             """Total reward of the episode, after the last turn of ``completion`` (its messages) is handed over."""
             last = completion[-1] if completion else {}
             if not self._done and last.get("role") == "assistant" and not last.get("tool_calls"):
-                self._step(last.get("content") or "")
+                self._step(prefill + (last.get("content") or ""))
             self._env.finish(StopReason.LENGTH)
             self._done = True
             return self._env.total_reward
@@ -181,12 +181,14 @@ def grpo_trainer(policy: QwenPolicy, env: ToolEnv, tasks: Sequence[Task], folder
     The trainer keeps its hands on the model: train with a policy of its own.
     """
     policy.tokenizer.response_template = response_template(env)
+    options = {name: value for name, value in policy.template_options.items() if name != "strftime_now"}
+    arguments = {"chat_template_kwargs": options or None, **arguments}
     trainer = silent(GRPOTrainer)(
         model=policy.causal,
         args=config(GRPOConfig, policy, folder, max_tool_calling_iterations=env.max_turns - 1, **arguments),
         train_dataset=grpo_dataset(env, tasks),
         reward_funcs=[episode_reward],
-        environment_factory=environment_factory(env, tasks),
+        environment_factory=environment_factory(env, tasks, policy.chat.prefill),
         processing_class=policy.tokenizer,
     )
     # TRL renders the prompt from Python signatures, which cannot say all a JSON schema can

@@ -1,7 +1,7 @@
-"""Whether an answer equals what is wanted, where the two part, and how a value reads on one short line.
+"""Where an answer differs from what is wanted, and how a value reads on one short line.
 
-An answer may be anything and of any size: lengths are compared before items, the
-first difference ends the search, and a text is made only as far as it is shown.
+An answer may be anything and of any size: lengths are compared before items, and a text is made only as far as it
+is shown.
 """
 
 from __future__ import annotations
@@ -9,96 +9,97 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 SHORT = 90  # characters of a value in a sentence
+Equal = Callable[[Any, Any], bool] | None
 BRACKETS = {list: "[]", tuple: "()", set: "{}", dict: "{}"}
 
 
-def form_difference(found: Any, wanted: Any, what: str = "It returns") -> str | None:
-    """How type, shape or dtype differ, as a sentence; None where only values can."""
-    if isinstance(wanted, torch.Tensor):
-        if not isinstance(found, torch.Tensor):
-            return f"{what} {shown(found)}, expected {shown(wanted)}."
+class Difference(NamedTuple):
+    """Two values that differ and their place in the whole; ``form`` says how their types, shapes or keys do."""
+
+    path: tuple[Any, ...]  # indices of items, keys, and a tuple for the index into a tensor
+    found: Any
+    wanted: Any
+    form: str = ""
+
+    @property
+    def where(self) -> str:
+        if not self.path:
+            return ""
+        keys = [key if isinstance(key, tuple) else (key,) for key in self.path]
+        return " at " + "".join(f"[{', '.join(map(repr, key))}]" for key in keys)
+
+
+def differences(
+    found: Any, wanted: Any, tolerance: float, equal: Equal = None, path: tuple[Any, ...] = ()
+) -> Iterator[Difference]:
+    """In order: each item of another form, and each of another value (of a tensor, its first element).
+
+    ``tolerance`` is absolute and relative, for floats; ``equal(found, wanted)`` replaces the comparison of items
+    that hold no others.
+    """
+    form = _form(found, wanted)
+    if form:
+        yield Difference(path, found, wanted, form)
+    elif isinstance(wanted, torch.Tensor):
+        a, b = found.detach(), wanted.detach()
+        near = torch.isclose(a, b, tolerance, tolerance, equal_nan=True) if b.is_floating_point() else a == b
+        for at in map(tuple, (~near).nonzero()[:1].tolist()):
+            yield Difference((*path, at) if at else path, a[at].item(), b[at].item())
+    elif isinstance(wanted, list | tuple | Mapping):
+        for key in wanted if isinstance(wanted, Mapping) else range(len(wanted)):
+            yield from differences(found[key], wanted[key], tolerance, equal, (*path, key))
+    elif not (equal(found, wanted) if equal else _equal(found, wanted, tolerance)):
+        yield Difference(path, found, wanted)
+
+
+def _form(found: Any, wanted: Any) -> str:
+    """How type, shape, dtype, length or keys differ; "" where only values can."""
+    if isinstance(wanted, torch.Tensor) and isinstance(found, torch.Tensor):
         if (found.layout, found.device) != (wanted.layout, wanted.device):
             expected = f"{wanted.layout} on {wanted.device}"
-            return f"{what} a tensor of layout {found.layout} on device {found.device}, expected {expected}."
+            return f"a tensor of layout {found.layout} on device {found.device}, expected {expected}"
         if found.shape != wanted.shape:
-            return f"{what} shape {tuple(found.shape)}, expected {tuple(wanted.shape)}."
-        return None if found.dtype == wanted.dtype else f"{what} dtype {found.dtype}, expected {wanted.dtype}."
-    if isinstance(wanted, int | float) and not isinstance(wanted, bool):
-        scalar = isinstance(found, torch.Tensor) and found.ndim == 0 and found.layout == torch.strided
-        scalar = scalar and not found.is_meta and not found.is_complex()
-        number = isinstance(found, int | float | np.integer | np.floating) and not isinstance(found, bool)
-        return None if scalar or number else f"{what} {shown(found)}, expected a number."
+            return f"shape {tuple(found.shape)}, expected {tuple(wanted.shape)}"
+        return "" if found.dtype == wanted.dtype else f"dtype {found.dtype}, expected {wanted.dtype}"
     if isinstance(wanted, list | tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(wanted):
-            return f"{what} {shown(found)}, expected a {type(wanted).__name__} of {len(wanted)}."
-        pairs = ((f"Item {n} is", a, b) for n, (a, b) in enumerate(zip(found, wanted, strict=True)))
+        fits = isinstance(found, list | tuple) and len(found) == len(wanted)
+        expected = f"a {type(wanted).__name__} of {len(wanted)}"
     elif isinstance(wanted, Mapping):
-        if not isinstance(found, Mapping) or len(found) != len(wanted) or any(key not in found for key in wanted):
-            return f"{what} {shown(found)}, expected a dict with the keys {', '.join(map(str, wanted))}."
-        pairs = ((f"Entry {key!r} is", found[key], wanted[key]) for key in wanted)
+        fits = isinstance(found, Mapping) and len(found) == len(wanted) and all(key in found for key in wanted)
+        expected = f"a dict with the keys {', '.join(map(str, wanted))}"
+    elif isinstance(wanted, int | float) and not isinstance(wanted, bool):
+        fits, expected = _is_number(found), "a number"
     else:
-        return None if isinstance(found, type(wanted)) else f"{what} {shown(found)}, expected {shown(wanted)}."
-    return next((said for item, a, b in pairs if (said := form_difference(a, b, item))), None)
+        fits, expected = isinstance(found, type(wanted)), shown(wanted)
+    return "" if fits else f"{shown(found)}, expected {expected}"
 
 
-def close(found: Any, wanted: Any, tolerance: float) -> bool:
-    """Equal values, where the form is already known to agree; ``tolerance`` is absolute and relative."""
-    if isinstance(wanted, torch.Tensor):
-        return bool(_near(found, wanted, tolerance).all())
-    if isinstance(wanted, float):
-        try:
-            a, b = float(found), float(wanted)
-        except OverflowError:  # an int beyond every float
-            return False
-        return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(a) and math.isnan(b))
-    if isinstance(wanted, list | tuple):
-        return all(close(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
-    if isinstance(wanted, Mapping):
-        return all(close(found[key], wanted[key], tolerance) for key in wanted)
-    return bool(found == wanted)
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and value.layout == torch.strided and not (value.is_meta or value.is_complex())
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
-def _near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Which elements are equal."""
-    if not wanted.is_floating_point():
-        return found == wanted
-    return torch.isclose(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
-
-
-def differing_place(
-    found: Any, wanted: Any, tolerance: float, equal: Callable[[Any, Any], bool] | None = None
-) -> tuple[list[Any], Any, Any]:
-    """The first index, item or key at which the values differ, as a path, and both values there."""
-    if isinstance(wanted, torch.Tensor):
-        differs = (~_near(found, wanted, tolerance)).nonzero().tolist()
-        if differs:
-            at = tuple(differs[0])
-            return [at] if at else [], found[at].item(), wanted[at].item()
-    keys = range(len(wanted)) if isinstance(wanted, list | tuple) else wanted if isinstance(wanted, Mapping) else ()
-    for key in keys:
-        if equal is not None:  # it compares the whole, so put the item into the right answer
-            mixed = dict(wanted) if isinstance(wanted, Mapping) else list(wanted)
-            mixed[key] = found[key]
-            same = equal(tuple(mixed) if isinstance(wanted, tuple) else mixed, wanted)
-        else:
-            same = close(found[key], wanted[key], tolerance)
-        if not same:
-            path, a, b = differing_place(found[key], wanted[key], tolerance)
-            return [key, *path], a, b
-    return [], found, wanted
+def _equal(found: Any, wanted: Any, tolerance: float) -> bool:
+    if not isinstance(wanted, float):
+        return bool(found == wanted)
+    with suppress(OverflowError):  # an int beyond every float is another number
+        near = math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance)
+        return near or (math.isnan(found) and math.isnan(wanted))
+    return False
 
 
 def contrast(found: Any, wanted: Any) -> str:
     """Two values that differ: numbers with the digits that tell, long texts from where they part."""
     if isinstance(wanted, str) and max(len(text(found)), len(text(wanted))) > SHORT:
-        n = next((i for i, (x, y) in enumerate(zip(found, wanted, strict=False)) if x != y), -1)
-        n = min(len(found), len(wanted)) if n < 0 else n
+        n = len(commonprefix([found, wanted]))
         around = [f"{'…' * (n > 20)}{t[max(0, n - 20) : n + 20]}{'…' * (len(t) > n + 20)}" for t in (found, wanted)]
         return f"the texts part at character {n + 1}: yours {around[0]!r}, expected {around[1]!r}"
     a, b = shown(found), shown(wanted)
@@ -118,7 +119,10 @@ def shown(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """``repr`` with rounded floats and small tensors as lists; it ends soon after `SHORT` characters."""
+    """``repr`` with rounded floats and small tensors as lists; it ends soon after `SHORT` characters.
+
+    `reprlib` cuts the middle out of each level; a reader is shown one line from its beginning.
+    """
     said = ""
     try:
         for piece in _pieces(value):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.chat import ChatFormat
+from agentr1_lite.chat import THOUGHTS, ChatFormat, check_message, clean_message
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.jsonl import DataError, read_numbered
 from agentr1_lite.loading import data_root
@@ -131,6 +132,12 @@ def find_data(name: str | Path) -> Path:
     raise DataError(f"{name}: no such file, here or in {data_root()}; remake it with `python -m agentr1_lite data`")
 
 
+class _Log(dict):
+    """A message log that knows the file and line it was read from."""
+
+    where = ""
+
+
 def load_logs(path: str | Path) -> list[Trajectory | dict[str, Any]]:
     """Read trajectories or message logs from JSON Lines or a JSON array; the first broken row is a `DataError`."""
     path = find_data(path)
@@ -146,7 +153,9 @@ def _episode(row: dict[str, Any], where: str) -> Trajectory | dict[str, Any]:
     try:
         if "segments" not in row:
             check_log(row)
-            return row
+            log = _Log(row)
+            log.where = where
+            return log
         trajectory = Trajectory.from_dict(row)
         trajectory.check()
         return trajectory
@@ -164,8 +173,12 @@ def check_log(log: Mapping[str, Any]) -> None:
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
         raise ValueError(f"reward is {reward!r:.60}; expected a number")
     for number, message in enumerate(messages if isinstance(messages, list) else [messages]):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not _says(message):
             raise ValueError(f"message {number} is {message!r:.60}; expected an object with role and content as text")
+        check_message(number, message)
+    tools = log.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"tools is {tools!r:.60}; expected a list of schemas")
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[1:] or roles[0] == "assistant":
         raise ValueError("messages hold no assistant turn behind a prompt; there is nothing to learn from")
@@ -176,10 +189,58 @@ def check_log(log: Mapping[str, Any]) -> None:
     StopReason(log.get("stop_reason", "answer"))
 
 
-def encode_log(log: Mapping[str, Any], chat: ChatFormat) -> Trajectory:
-    """Encode a message log once, as the policy would have sampled it; log-probs are unknown and set to 0."""
+def _says(message: Mapping[str, Any]) -> bool:
+    """Whether a message has a content, or what an assistant may say instead of one."""
+    if message["role"] == "assistant" and any(message.get(k) for k in ("tool_calls", "function_call", *THOUGHTS)):
+        return True
+    return isinstance(message.get("content"), str | list)
+
+
+def encode_log(log: Mapping[str, Any], chat: ChatFormat, call_format: str | None = None) -> Trajectory:
+    """Encode a message log once, as the policy would have sampled it; log-probs are unknown and set to 0.
+
+    Calls and thoughts in fields of their own are written as the model's template
+    writes them. ``call_format`` is the environment's: a call it would not read is
+    written in it. `DataError` names the file and line of what cannot be written.
+    """
+    try:
+        check_log(log)
+        return _encode_log(log, chat, call_format)
+    except ValueError as error:
+        raise DataError(f"{getattr(log, 'where', 'a message log')}: {error}; mend or remove the row") from error
+
+
+def _in_format(
+    message: dict[str, Any], chat: ChatFormat, call_format: str | None
+) -> tuple[dict[str, Any], list[tuple[str, dict[str, Any]]]]:
+    """An assistant message whose calls the environment reads back, and these calls."""
+    text = message["content"]
+    calls = [
+        (call["function"]["name"], call["function"].get("arguments", {})) for call in message.get("tool_calls", ())
+    ]
+    if calls:
+        with suppress(ValueError):
+            if call_format is None or _calls(chat.turn(message)[0], call_format) == calls:
+                return message, calls
+        written = [render_tool_call(ToolCall(*call), call_format) for call in calls]
+        message = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**message, "content": "\n".join([text] * bool(text) + written)}, calls
+    calls = _calls(text, call_format or "hermes")
+    if calls or call_format in (None, "hermes"):
+        return message, calls
+    found = [call for call in parse_tool_calls(text, "hermes", lenient=False) if isinstance(call, ToolCall)]
+    for call in found:
+        text = text.replace(call.raw, render_tool_call(call, call_format), 1)
+    return {**message, "content": text}, [(call.name, call.arguments) for call in found]
+
+
+def _calls(text: str, call_format: str) -> list[tuple[str, dict[str, Any]]]:
+    return [(call.name, call.arguments) for call in parse_tool_calls(text, call_format) if isinstance(call, ToolCall)]
+
+
+def _encode_log(log: Mapping[str, Any], chat: ChatFormat, call_format: str | None) -> Trajectory:
     task = Task.from_dict(log["task"])
-    messages = [dict(m) for m in log["messages"]]
+    messages = [clean_message(number, message) for number, message in enumerate(log["messages"])]
     first = next(i for i, m in enumerate(messages) if m["role"] == "assistant")
     segment = Segment()
     segment.extend(chat.prompt_ids(messages[:first], log.get("tools")))
@@ -188,15 +249,17 @@ def encode_log(log: Mapping[str, Any], chat: ChatFormat) -> Trajectory:
     )
     anchor, index = task.question, first
     while index < len(messages):
-        text = messages[index]["content"]
-        ids = chat.turn_ids(text)
+        message, calls = _in_format(messages[index], chat, call_format)
+        try:
+            said, ids = chat.turn(message)
+        except ValueError as error:
+            raise ValueError(f"message {index}: {error}") from error
+        text = chat.prefill + said
         start, end = segment.extend(ids, [0.0] * len(ids))
-        calls = [c for c in parse_tool_calls(text) if isinstance(c, ToolCall)]
         answered = parse_answer(text) is not None
         kind = TurnKind.ANSWER if answered else TurnKind.TOOL_CALL if calls else TurnKind.TEXT
-        turn = Turn(
-            0, start, end, kind, text, [{"name": c.name, "arguments": c.arguments} for c in calls], anchor=anchor
-        )
+        told = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        turn = Turn(0, start, end, kind, text, told, anchor=anchor)
         trajectory.turns.append(turn)
         following = next(
             (i for i in range(index + 1, len(messages)) if messages[i]["role"] == "assistant"), len(messages)

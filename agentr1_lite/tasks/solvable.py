@@ -38,8 +38,8 @@ class Edge(NamedTuple):
     state: int
     choice: int
     following: int
-    probability: float
-    reward: float
+    probability: float = 1.0
+    reward: float = 0.0
     reply: int = -1
 
 
@@ -87,9 +87,7 @@ class Boxes:
                 "of at most two questions"
             )
         if not 1 <= self.max_turns <= 4:
-            raise ValueError(
-                f"Boxes: max_turns is {self.max_turns}; give 1 to 4, the trajectories grow fivefold a turn"
-            )
+            raise ValueError(f"Boxes: max_turns is {self.max_turns}; give 1 to 4, trajectories grow fivefold a turn")
 
     def replies(self, tool: int, question: int) -> dict[int, tuple[float, float]]:
         """P(reply | the ball is left), P(reply | it is right) for each reply of a tool."""
@@ -105,16 +103,9 @@ class Boxes:
         return self._tables[0]
 
     @cached_property
-    def edges(self) -> list[Edge]:
-        return self._tables[1]
-
-    @cached_property
     def ways(self) -> list[list[Edge]]:
         """The edges that leave each state."""
-        out: list[list[Edge]] = [[] for _ in self.states]
-        for edge in self.edges:
-            out[edge.state].append(edge)
-        return out
+        return self._tables[1]
 
     @cached_property
     def legal(self) -> Tensor:
@@ -123,37 +114,38 @@ class Boxes:
         return torch.tensor([second.get(history[-1], (CALL, ANSWER)) for history in self.states])
 
     @cached_property
-    def _tables(self) -> tuple[list[tuple[int, ...]], list[Edge]]:
+    def _tables(self) -> tuple[list[tuple[int, ...]], list[list[Edge]]]:
         states: list[tuple[int, ...]] = []
-        edges: list[Edge] = []
+        ways: list[list[Edge]] = []
 
         def grow(history: tuple[int, ...], weight: tuple[float, float], question: int, turn: int) -> int:
             """Number the state at a turn's start and all behind it; ``weight`` is P(replies so far, ball) per box."""
             start = len(states)
+            call, answer = start + 1, start + 2
             states.extend([history, (*history, CALL), (*history, ANSWER)])
-            edges.extend([Edge(start, 0, start + 1, 1.0, 0.0), Edge(start, 1, start + 2, 1.0, 0.0)])
+            ways.extend([[Edge(start, 0, call), Edge(start, 1, answer)], [], []])
             left = weight[0] / sum(weight)
             known = max(left, 1 - left)
             for choice, belief in enumerate((left, 1 - left)):
                 for right, p in ((1.0, belief), (0.0, 1 - belief)):
                     if p:
-                        edges.append(Edge(start + 2, choice, -1, p, right - self.potential * known))
+                        ways[answer].append(Edge(answer, choice, -1, p, right - self.potential * known))
+            last = turn + 1 == self.max_turns
             for choice, (tool, cost) in enumerate(((PEEK, self.peek_cost), (OPEN, self.open_cost))):
-                for reply, likelihood in self.replies(tool, question).items():
-                    after = (weight[0] * likelihood[0], weight[1] * likelihood[1])
-                    if not (p := sum(after) / sum(weight)):
+                for reply, (if_left, if_right) in self.replies(tool, question).items():
+                    after = weight[0] * if_left, weight[1] * if_right
+                    if not sum(after):
                         continue
-                    last = turn + 1 == self.max_turns
                     reward = (self.bonus if reply != ERROR else 0.0) - cost
                     reward += self.potential * ((0.0 if last else max(after) / sum(after)) - known)
                     words = (*history, CALL, tool, REPLY, reply)
                     following = -1 if last else grow(words, after, question, turn + 1)
-                    edges.append(Edge(start + 1, choice, following, p, reward, reply))
+                    ways[call].append(Edge(call, choice, following, sum(after) / sum(weight), reward, reply))
             return start
 
         for question in range(len(self.accuracy)):
             grow((EASY + question,), (0.5, 0.5), question, 0)
-        return states, edges
+        return states, ways
 
     @cached_property
     def roots(self) -> Tensor:
@@ -179,10 +171,9 @@ class Boxes:
     @cached_property
     def rows(self) -> Rows:
         """The K trajectories as (K, T) tensors."""
-        width = 1 + 4 * self.max_turns - 2
-        shape = (len(self.paths), width)
-        rows = Rows(*(torch.full(shape, -1) for _ in Rows._fields))
-        rows = rows._replace(action_mask=torch.zeros(shape, dtype=torch.bool), rewards=torch.zeros(shape).double())
+        shape = (len(self.paths), 4 * self.max_turns - 1)
+        rewards, mask = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.bool)
+        rows = Rows(*(torch.full(shape, -1) for _ in Rows._fields))._replace(action_mask=mask, rewards=rewards)
         for k, path in enumerate(self.paths):
             for edge in path:
                 t = len(self.states[edge.state])
@@ -199,28 +190,27 @@ class Boxes:
         """Trajectory k as an object, its log-probs those of the policy; replies are observations."""
         path, log_policy = self.paths[k], logits.detach().log_softmax(-1)
         prompt = self.states[path[0].state]
-        out = Trajectory(WORDS[prompt[0]], group_id or WORDS[prompt[0]], [Segment()], question=WORDS[prompt[0]])
-        out.segments[0].extend(prompt)
+        question, segment = WORDS[prompt[0]], Segment()
+        segment.extend(prompt)
+        out = Trajectory(question, group_id or question, [segment], question=question)
         for first, second in zip(path[::2], path[1::2], strict=True):
-            words = [int(self.legal[edge.state, edge.choice]) for edge in (first, second)]
-            spoken = [float(log_policy[edge.state, edge.choice]) for edge in (first, second)]
-            start, end = out.segments[0].extend(words, spoken)
-            turn = Turn(
-                0, start, end, text=" ".join(WORDS[w] for w in words), anchor=WORDS[self.states[first.state][-1]]
-            )
+            ids = [int(self.legal[edge.state, edge.choice]) for edge in (first, second)]
+            start, end = segment.extend(ids, [float(log_policy[edge.state, edge.choice]) for edge in (first, second)])
+            words = [WORDS[i] for i in ids]
+            turn = Turn(0, start, end, text=" ".join(words), anchor=WORDS[self.states[first.state][-1]])
             turn.observation_start = turn.observation_end = end
             out.turns.append(turn)
-            if words[0] == ANSWER:
-                turn.kind, out.answer, out.reward = TurnKind.ANSWER, WORDS[words[1]], second.reward
-                out.stop_reason = StopReason.ANSWER
+            if ids[0] == ANSWER:
+                turn.kind, out.stop_reason = TurnKind.ANSWER, StopReason.ANSWER
+                out.answer, out.reward = words[1], second.reward
                 continue
-            turn.kind, turn.process_reward = TurnKind.TOOL_CALL, second.reward
-            turn.calls = [{"name": WORDS[words[1]], "arguments": {}}]
-            turn.results = [{"content": WORDS[second.reply], "success": second.reply != ERROR}]
-            turn.observation, out.stop_reason = WORDS[second.reply], StopReason.MAX_TURNS
+            turn.kind, out.stop_reason = TurnKind.TOOL_CALL, StopReason.MAX_TURNS
+            turn.observation, turn.process_reward = WORDS[second.reply], second.reward
+            turn.calls = [{"name": words[1], "arguments": {}}]
+            turn.results = [{"content": turn.observation, "success": second.reply != ERROR}]
             if second.following >= 0:
-                turn.observation_start, turn.observation_end = out.segments[0].extend((REPLY, second.reply))
-        out.info["pieces"] = [[f"{WORDS[i]} " for i in out.segments[0].token_ids]]
+                turn.observation_start, turn.observation_end = segment.extend((REPLY, second.reply))
+        out.info["pieces"] = [[f"{WORDS[i]} " for i in segment.token_ids]]
         return out
 
 

@@ -28,9 +28,7 @@ def sample(
 ) -> Batch:
     """Draw whole batches; the questions take turns, and each group of rollouts has one greedy rollout beside it."""
     if groups % len(world.roots):
-        raise ValueError(
-            f"sample: {groups} groups for {len(world.roots)} questions; give a multiple, so that each counts alike"
-        )
+        raise ValueError(f"sample: {groups} groups for {len(world.roots)} questions; give a multiple of these")
     generator = torch.Generator().manual_seed(seed)
     greedy = torch.nn.functional.one_hot(logits.argmax(-1), 2).double().log()
     asked = world.roots[torch.arange(groups) % len(world.roots)]
@@ -50,17 +48,9 @@ def sample(
 def advantages(world: Boxes, name: str, batch: Batch, n: int = 0, *, values: Tensor, **options: Any) -> Tensor:
     """(B, T): `agentr1_lite.advantages.estimate` on batch n; ``values`` (S,) is the critic's table."""
     rows = world.rows.select(batch.index[n])
-    return estimate(
-        name,
-        rows.rewards,
-        rows.action_mask,
-        values=values[rows.state],
-        group_ids=batch.group_ids,
-        turn_ids=rows.turn_ids,
-        anchor_ids=rows.anchor_ids,
-        baseline=batch.baseline[n],
-        **options,
-    ).advantages
+    known = {"turn_ids": rows.turn_ids, "anchor_ids": rows.anchor_ids, "group_ids": batch.group_ids}
+    known |= {"values": values[rows.state], "baseline": batch.baseline[n]}
+    return estimate(name, rows.rewards, rows.action_mask, **known, **options).advantages
 
 
 def policy_gradient(world: Boxes, logits: Tensor, index: Tensor, advantages: Tensor) -> Tensor:
@@ -73,19 +63,14 @@ def policy_gradient(world: Boxes, logits: Tensor, index: Tensor, advantages: Ten
 
 
 def gradient_samples(
-    world: Boxes,
-    logits: Tensor,
-    name: str,
-    n: int = 1000,
-    *,
-    groups: int = 4,
-    group_size: int = 4,
-    seed: int = 0,
-    values: Tensor | None = None,
-    **options: Any,
+    world: Boxes, logits: Tensor, name: str, n: int = 1000, *, values: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """(n, S · 2): the policy gradient of n batches under one estimator; ``values`` None is the policy's exact V."""
-    batch = sample(world, logits, groups=groups, group_size=group_size, batches=n, seed=seed)
+    """(n, S · 2): the policy gradient of n batches under one estimator; ``values`` None is the policy's exact V.
+
+    ``groups``, ``group_size`` and ``seed`` of ``options`` are those of `sample`, the others the estimator's.
+    """
+    sampling = {key: options.pop(key) for key in ("groups", "group_size", "seed") if key in options}
+    batch = sample(world, logits, batches=n, **sampling)
     values = solve(world, logits)[0] if values is None else values
     each = [advantages(world, name, batch, i, values=values, **options) for i in range(n)]
     return policy_gradient(world, logits, batch.index, torch.stack(each)).flatten(1)

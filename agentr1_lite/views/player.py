@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from agentr1_lite import escape
 from agentr1_lite.engine import EngineTurn, LocalEngine
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_transition, generative_transition
@@ -212,7 +213,7 @@ class StepPlayer:
         step, t = self.steps[-1], len(self.steps)
         if not step.environmental:
             return f"<b>Generative</b> transition P_G: token {t} joins the open turn. Reward 0."
-        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {step.reward:+.2f}. "
+        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {signed(step.reward)}. "
         if not step.done:
             return f"{head}The world answered with {len(self.state.turns[-1][1])} tokens; a new turn begins."
         golds = " or ".join(self.task.golds)
@@ -281,7 +282,13 @@ class StepPlayer:
 
 def visible(text: str) -> str:
     """A token's text with spaces and line ends to be seen."""
-    return text.replace(" ", "·").replace("\n", "↵")
+    return escape.visible(text).replace(" ", "·").replace("\n", "↵")
+
+
+def signed(reward: float) -> str:
+    """A reward with its sign: two digits, or as many as it has up to four."""
+    text = f"{reward:+.2f}"
+    return text if float(text) == reward else f"{reward:+.4g}"
 
 
 def _bar(number: int, choice: Choice) -> str:
@@ -295,6 +302,7 @@ def _bar(number: int, choice: Choice) -> str:
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
     """Play in a terminal: each line is a number of a choice, ``go``, ``undo``, ``undo 3``, ``?`` or text to type."""
+    tell, say = say, lambda text: tell(escape.visible(text))
     say(HELP)
     say(_offer(player, k))
     for line in lines:
@@ -317,7 +325,7 @@ def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], No
             if step.environmental:
                 say(f"agent> {player.trajectory.turns[-1].text}")
                 say(f"world> {step.observation}" if step.observation else "world> (ends the episode)")
-                say(f"[P_E, reward {step.reward:+.2f}]")
+                say(f"[P_E, reward {signed(step.reward)}]")
         if player.done:
             end = player.trajectory
             say(f"[{end.stop_reason.value}] answer: {end.answer}; right: {' or '.join(player.task.golds)}")

@@ -12,11 +12,11 @@ import io
 import re
 import sys
 from functools import cache
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from agentr1_lite import plots
+from agentr1_lite.escape import esc, visible
 
 # name: (on light, on dark)
 COLORS: dict[str, tuple[str, str]] = {
@@ -40,17 +40,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 _DEFAULTS = {"#000000": "ink", "#ffffff": "paper", "#cccccc": "rule", "#b0b0b0": "rule"}
 
 
-# control characters, half surrogate pairs, and what changes the direction of the text around it
-_ODD = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
-)
-
-
-def esc(text: Any) -> str:
-    """Any text as HTML shows it: escaped, invisible characters by their numbers (``⟨202E⟩``)."""
-    return escape(_ODD.sub(lambda m: f"⟨{ord(m[0]):04X}⟩", str(text)))
-
-
 class Html(str):
     """HTML that a notebook shows as such; ``html`` is the string itself, ``alt`` says what it shows."""
 
@@ -66,7 +55,7 @@ class Html(str):
         return str(self)
 
     def __repr__(self) -> str:
-        return f"<Html: {self.alt or 'a picture; show it in a notebook or save it as a page'}>"
+        return f"<Html: {visible(self.alt) or 'a picture; show it in a notebook or save it as a page'}>"
 
     def _repr_html_(self) -> str:
         return self.html
@@ -197,4 +186,4 @@ def figure_svg(fig: Any, alt: str = "") -> str:
     head = f'<svg class="fig" role="img" aria-label="{esc(alt)}" style="max-width:{width:.0f}px"'
     svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
     svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
-    return re.sub(r"\n\s*", "\n", svg.replace("<svg", head, 1)).strip()
+    return visible(re.sub(r"\n\s*", "\n", svg.replace("<svg", head, 1)).strip())

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from agentr1_lite.escape import visible
 from agentr1_lite.mdp import Trajectory, Turn, TurnKind
 from agentr1_lite.views.theme import Html, esc, part
 from agentr1_lite.views.tokens import ALIASES, BYTES, SOURCES, TokenTable, as_trajectory, runs, token_table
@@ -148,9 +149,9 @@ class Sheet:
             "turn": [table.turn[t] for table, t in self.drawn],
             "source": "".join(table.source[t][0] for table, t in self.drawn),
             "q": {
-                n: {
-                    "label": s.label,
-                    "unit": s.unit,
+                visible(n): {
+                    "label": visible(s.label),
+                    "unit": visible(s.unit),
                     "kind": s.kind,
                     "centre": s.centre,
                     "span": s.span,

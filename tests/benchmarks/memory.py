@@ -29,7 +29,7 @@ from agentr1_lite.cache import FIRST_SLOTS
 from agentr1_lite.config import TrainingConfig
 from agentr1_lite.engine import LocalEngine
 from agentr1_lite.mdp import Segment, Trajectory
-from agentr1_lite.optimizers import make_optimizer
+from agentr1_lite.optimizers import OPTIMIZERS, make_optimizer
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.random_model import random_policy
 from agentr1_lite.shapes import Shape, shape_of
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="no 4 bits")
     parser.add_argument("--keep", action="store_true", help="no recomputation in the backward pass")
     parser.add_argument("--ppo", action="store_true")
-    parser.add_argument("--optimizer", default="adamw", choices=footprint.OPTIMIZERS)
+    parser.add_argument("--optimizer", default="adamw", choices=tuple(OPTIMIZERS))
     for name, default in {"batch": 1, "group": 2, "prompt": 128, "response": 128, "micro": 256, "rank": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true", help="print a JSON object too, as the last line")
