@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any, Literal, Optional
 
 import pytest
 import torch
@@ -332,6 +333,64 @@ def test_methods_carry_the_tools_schema():
     rogue.name = "reset"
     with pytest.raises(ValueError, match="rename the tool"):
         bridge.environment_factory(ToolEnv([rogue]), [])
+
+
+def without_null(schema):
+    """Our schema as ``get_json_schema`` writes null: beside the other form."""
+    kinds = schema.get("type", [])
+    forms = schema.get("anyOf") or ([{"type": kind} for kind in kinds] if isinstance(kinds, list) else [])
+    rest = [form for form in forms if form != {"type": "null"}]
+    if len(rest) == len(forms):
+        return schema
+    notes = {key: value for key, value in schema.items() if key not in ("type", "anyOf")}
+    return {**(rest[0] if len(rest) == 1 else {"type": [form["type"] for form in rest]}), "nullable": True, **notes}
+
+
+def test_every_kind_of_argument_is_read_back_by_trl():
+    @tool(inline=True)
+    def find(
+        q: str,
+        lang: str | None = None,
+        page: Optional[int] = 3,  # noqa: UP045
+        mode: Literal["bm25", "any"] = "any",
+        level: Literal[1, 2] | None = None,
+        tags: list[str] = (),
+        boxes: list[int] | None = None,
+        options: dict | None = None,
+        counts: dict[str, int] | None = None,
+        either: int | str = 1,
+        three: int | str | None = None,
+        flag: bool = False,
+        anything: Any = None,
+    ) -> str:
+        """Find.
+
+        Args:
+            q: a
+            lang: a
+            page: a
+            mode: a
+            level: a
+            tags: a
+            boxes: a
+            options: a
+            counts: a
+            either: a
+            three: a
+            flag: a
+            anything: a
+        """
+        return f"{q} {lang} {page} {tags}"
+
+    made = bridge.environment_factory(ToolEnv([find]), [Task("t", "?")])
+    read = get_json_schema(made().find)["function"]["parameters"]
+    assert read["properties"] == {name: without_null(schema) for name, schema in find.parameters["properties"].items()}
+    assert read["required"] == ["q"]
+    episode_ = made()
+    episode_.reset(task_id="t")
+    assert episode_.find(q="x") == "x None 3 ()" and episode_.find(q="x", lang=None, tags=["a"]) == "x None 3 ['a']"
+    assert episode_.find(q="x", lang="de", page="4") == "x de 4 ()"
+    assert 'argument "tags"[0] must be a string' in episode_.find(q="x", tags=[None])
 
 
 def test_an_episode_through_trl_earns_what_the_environment_pays():

@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from agentr1_lite.env import ToolEnv
 from agentr1_lite.evaluation import run_baseline
 from agentr1_lite.jsonl import write_rows
 from agentr1_lite.mdp import Task
 from agentr1_lite.tasks import TaskSet, load_task
 from agentr1_lite.tasks.experts import expert, found_gold, play_out
+from agentr1_lite.tasks.scripted import PLAYERS, record
+from agentr1_lite.toolcalls import FORMATS
 
 REAL = Path(__file__).parents[2] / "shared" / "data"
 CONTEXT = [
@@ -55,6 +58,38 @@ def test_what_the_expert_reaches_is_reported(task_set):
     assert answers == {"bridge": "the North Sea", "one search": "Elv", "yes": "yes", "not written": "unknown"}
     assert report.mean("em") == 0.75 and report.mean("recall") == 1.0
     assert {r["stop_reason"] for r in report.rows} == {"answer"}
+
+
+@pytest.mark.parametrize("final_answer", ["tag", "tool"])
+@pytest.mark.parametrize("call_format", sorted(FORMATS))
+def test_the_ceiling_does_not_depend_on_how_calls_are_written(task_set, call_format, final_answer):
+    options = {"call_format": call_format, "final_answer": final_answer}
+    rows = [dict(ROWS[0], question="  " + ROWS[0]["question"] + " "), *ROWS[1:]]
+    plain, spoken = task_set(rows), task_set(rows, **options)
+    found, reports = {}, {}
+    for name, made in (("plain", plain), ("spoken", spoken)):
+        reports[name] = run_baseline("scripted_expert", None, made)
+        found[name] = {r["id"]: (r["answer"], r["recall"], r["reward"], r["stop_reason"]) for r in reports[name].rows}
+    assert found["plain"] == found["spoken"] and reports["spoken"].mean("em") == 0.75
+
+
+@pytest.mark.parametrize("final_answer", ["tag", "tool"])
+@pytest.mark.parametrize("call_format", sorted(FORMATS))
+def test_players_speak_the_format_of_the_environment(call_format, final_answer):
+    plain = load_task("atlas", "dev", count=20)
+    spoken = load_task("atlas", "dev", count=20, call_format=call_format, final_answer=final_answer)
+    for player in PLAYERS:
+        for seed, (task, same) in enumerate(zip(plain.tasks, spoken.tasks, strict=True)):
+            logs = record(plain.env, task, player, seed), record(spoken.env, same, player, seed)
+            assert logs[0]["answer"] == logs[1]["answer"] and logs[0]["reward"] == logs[1]["reward"]
+            assert logs[1]["stop_reason"] == "answer"
+    assert run_baseline("scripted_expert", None, spoken).mean("em") == 1.0
+
+
+def test_an_environment_without_search_is_no_ceiling(task_set):
+    task = task_set().tasks[0]
+    with pytest.raises(ValueError, match=r"the environment has no tool search\(query\)"):
+        expert(task, ToolEnv())
 
 
 def test_without_all_evidence_the_gold_is_not_said(task_set, tmp_path):

@@ -14,8 +14,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import count
-from typing import TYPE_CHECKING, Any, Literal, Union
+from operator import or_
+from typing import TYPE_CHECKING, Any, Literal
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -57,7 +59,7 @@ def _hint(schema: Mapping[str, Any]) -> Any:
     if schema.get("enum"):
         return Literal[tuple(schema["enum"])]
     if forms:
-        return Union[tuple(_hint(form) for form in forms)]
+        return reduce(or_, map(_hint, forms))
     if kinds == "array" and schema.get("items"):
         return list[_hint(schema["items"])]
     if kinds == "object" and isinstance(schema.get("additionalProperties"), Mapping):

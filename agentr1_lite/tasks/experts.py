@@ -26,7 +26,7 @@ def say(thought: str, action: str) -> str:
 
 def follow_chain(task: Task, env: ToolEnv, seed: int) -> Script:
     """Atlas: the expert of ``scripted.py``, which knows the chain of facts."""
-    return play(task, PLAYERS["expert"], random.Random(f"{seed}/expert/{task.id}"))
+    return play(task, PLAYERS["expert"], random.Random(f"{seed}/expert/{task.id}"), env)
 
 
 def find_evidence(task: Task, env: ToolEnv, seed: int) -> Script:
@@ -41,7 +41,7 @@ def find_evidence(task: Task, env: ToolEnv, seed: int) -> Script:
         if turns > 0 and not shows(read, title):
             read += "\n" + (yield say(f"{title} is still missing.", say_search(title, env.call_format)))
             turns -= 1
-    yield say("I have read what there is.", say_answer(found_gold(task, read)))
+    yield say("I have read what there is.", say_answer(found_gold(task, read), env))
 
 
 def shows(read: str, title: str) -> bool:
@@ -67,7 +67,10 @@ EXPERTS: list[tuple[Callable[[Task], bool], Callable[[Task, ToolEnv, int], Scrip
 
 
 def expert(task: Task, env: ToolEnv, seed: int = 0) -> Script:
-    """The script for a task; raises ``ValueError`` where nothing says what is to be found."""
+    """The script for a task; raises ``ValueError`` where nothing says what is to be found, or nothing can search."""
+    searching = env.tool("search")
+    if searching is None or searching.text_parameter != "query":
+        raise ValueError("scripted_expert: the environment has no tool search(query), which the scripts call")
     for fits, script in EXPERTS:
         if fits(task):
             return script(task, env, seed)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agentr1_lite.chat import THOUGHTS, ChatFormat, check_message, clean_message
-from agentr1_lite.env import ToolEnv
+from agentr1_lite.env import FINAL_TOOL, ToolEnv
 from agentr1_lite.jsonl import DataError, read_numbered
 from agentr1_lite.loading import data_root
 from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, Turn, TurnKind
@@ -53,45 +53,48 @@ PLAYERS: dict[str, Habits] = {
 
 
 def say_search(query: str, call_format: str = "hermes") -> str:
-    return render_tool_call(ToolCall("search", {"query": query}), call_format)
+    return render_tool_call(ToolCall("search", {"query": query.strip()}), call_format)
 
 
-def say_answer(answer: str) -> str:
-    """Spaces inside the tags keep a name's first word the same token as in running text."""
+def say_answer(answer: str, env: ToolEnv | None = None) -> str:
+    """As ``env`` reads an answer; spaces inside the tags keep a name's first word the same token as in running text."""
+    if env is not None and env.final_answer == "tool":
+        return render_tool_call(ToolCall(FINAL_TOOL, {"answer": answer}), env.call_format)
     return f"<answer> {answer} </answer>"
 
 
-def say_verdict(first: str, second: str) -> str:
+def say_verdict(first: str, second: str, env: ToolEnv | None = None) -> str:
     """Yes or no behind a thought that names both: side by side a small model can tell whether they are equal."""
-    return f"<think> {first} and {second} </think>\n" + say_answer("yes" if first == second else "no")
+    return f"<think> {first} and {second} </think>\n" + say_answer("yes" if first == second else "no", env)
 
 
-def play(task: Task, habits: Habits, rng: random.Random) -> Generator[str, str, None]:
-    """Yield the texts of the turns; the environment's reply is sent in."""
+def play(task: Task, habits: Habits, rng: random.Random, env: ToolEnv | None = None) -> Generator[str, str, None]:
+    """Yield the texts of the turns, written as ``env`` reads them; the environment's reply is sent in."""
+    call_format = "hermes" if env is None else env.call_format
     chains = task.info["chain"]
     steps = [tuple(step) for chain in chains for step in chain]
     yes_no = len(chains) > 1
     if rng.random() < habits.guess:
-        yield say_answer("yes" if yes_no else steps[0][1])
+        yield say_answer("yes" if yes_no else steps[0][1], env)
         return
     for index, (noun, subject, found) in enumerate(steps):
         searches = 1 + (rng.random() < habits.repeat)
         while searches:
-            reply = yield say_search(f"{noun} of {subject}")
+            reply = yield say_search(f"{noun} of {subject}", call_format)
             searches -= 1
             if f"{subject} is" not in reply:
                 if rng.random() < habits.give_up:
-                    yield say_answer("unknown")
+                    yield say_answer("unknown", env)
                     return
                 searches = max(searches, 1)
         last = index == len(steps) - 1
         if not last and rng.random() < habits.stop_early.get(len(steps), 0.0):
-            yield say_answer(rng.choice(["yes", "no"]) if yes_no else found)
+            yield say_answer(rng.choice(["yes", "no"]) if yes_no else found, env)
             return
     if yes_no:
-        yield say_verdict(steps[0][2], steps[1][2])
+        yield say_verdict(steps[0][2], steps[1][2], env)
     else:
-        yield say_answer(steps[-1][2])
+        yield say_answer(steps[-1][2], env)
 
 
 def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, Any]:
@@ -99,7 +102,7 @@ def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, An
     rng = random.Random(f"{seed}/{player}/{task.id}")
     env = env.fork()
     messages = list(env.reset(task, seed))
-    turns = play(task, PLAYERS[player], rng)
+    turns = play(task, PLAYERS[player], rng, env)
     text = next(turns)
     while True:
         messages.append({"role": "assistant", "content": text})
