@@ -222,6 +222,16 @@ def test_calls_in_every_form_have_their_name(calls):
     assert made.turns[0].calls == [CALL]
 
 
+@pytest.mark.parametrize("cut", ['[{"name": "calc", "argum', '{"name": "calc"', "{'name': 'calc'}", " "])
+def test_a_call_that_was_cut_off_names_nothing(cut):
+    for calls in (cut, [cut], [{"function": cut}]):
+        (turn,) = from_messages([{"role": "assistant", "content": None, "tool_calls": calls}]).turns
+        assert turn.calls == [{"error": "malformed_json", "raw": cut}] and turn.kind is TurnKind.INVALID
+        assert turn.text == f"<tool_call>\n{cut}\n</tool_call>"
+    (mixed,) = from_messages([{"role": "assistant", "tool_calls": [CALL, '{"name": "calc"']}]).turns
+    assert mixed.kind is TurnKind.TOOL_CALL and mixed.calls[0] == CALL and "error" in mixed.calls[1]
+
+
 def test_what_is_missing_in_a_conversation_is_empty():
     talk = [{"role": "assistant", "content": "4"}]
     assert from_messages({"prompt": None, "completion": talk, "reward": None}) == from_messages(talk)

@@ -359,9 +359,11 @@ def _loads(text: Any) -> Any:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """Name and arguments of a tool call, an object or (verifiers) its JSON."""
+    """Name and arguments of a tool call, an object or (verifiers) its JSON; the error of one that was cut off."""
     call = _loads(call)
     made = _loads(call.get("function", call)) if isinstance(call, Mapping) else call
+    if isinstance(made, str) and not re.fullmatch(r"[\w./:-]+", made):
+        return {"error": "malformed_json", "raw": made}
     if isinstance(made, str):
         made = {"name": made, "arguments": call.get("arguments") if isinstance(call, Mapping) else None}
     if not isinstance(made, Mapping):
@@ -381,12 +383,13 @@ def _assistant(message: Mapping[str, Any], text: str, add: Callable[..., tuple[i
     for i, call in enumerate(given if isinstance(given, (list, tuple)) else [given]):
         calls.append(_call(call, f"{where}: tool_calls[{i}]"))
         try:
-            written = json.dumps(calls[-1], ensure_ascii=False)
+            written = calls[-1].get("raw") or json.dumps(calls[-1], ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{where}: the arguments of tool_calls[{i}] are not JSON ({error})") from error
         texts.append(f"<tool_call>\n{written}\n</tool_call>")
     text = "\n".join(texts)
-    called = bool(calls) or "<tool_call>" in text
-    kind = TurnKind.ANSWER if "<answer>" in text else TurnKind.TOOL_CALL if called else TurnKind.TEXT
+    broken = bool(calls) and all("error" in call for call in calls)
+    called = TurnKind.INVALID if broken else TurnKind.TOOL_CALL if "<tool_call>" in text else TurnKind.TEXT
+    kind = TurnKind.ANSWER if "<answer>" in text else called
     start, end = add(text, acted=True)
     return Turn(0, start, end, kind, text, calls, observation_start=end, observation_end=end)
