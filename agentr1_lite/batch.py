@@ -81,6 +81,7 @@ def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
         mask[row, :length] = torch.tensor(segment.action_mask)
         old[row, :length] = torch.tensor(segment.logprobs)
         rewards[row, :length] = torch.tensor(earned[i][j])
+        _check_row(f"trajectory of task {trajectory.task_id!r}: segment {j}", mask[row], old[row], rewards[row])
         groups.setdefault(trajectory.group_id, len(groups))
         for index, turn in enumerate(trajectory.turns):
             if turn.segment == j:
@@ -102,6 +103,15 @@ def collate(trajectories: Sequence[Trajectory], pad_id: int = 0) -> Batch:
         anchor_ids=anchor_ids,
         trajectory_index=torch.tensor([i for i, _ in places]),
     )
+
+
+def _check_row(where: str, mask: Tensor, old: Tensor, rewards: Tensor) -> None:
+    """What may be looked at and not trained on: a sampled token that follows none, numbers that are not finite."""
+    if mask[0]:
+        raise ValueError(f"{where} token 0 is marked as sampled; nothing stands before it to sample it from")
+    for name, values in (("log-prob", old), ("reward", rewards)):
+        for token in (~values.isfinite()).nonzero()[:1, 0].tolist():
+            raise ValueError(f"{where} token {token} has the {name} {values[token].item()}; leave the episode out")
 
 
 def micro_batches(batch: Batch, max_tokens: int, *, share_prompt: bool = True) -> list[LongTensor]:

@@ -141,7 +141,10 @@ class TrainingConfig:
 
 @dataclass
 class RewardConfig:
-    task_success: float = knob(1.0, "For an exactly right answer.", min=0, max=100)
+    task_success: float = knob(
+        1.0, "For success as the environment sees it: a tool's score, else an exactly right answer.", min=0, max=100
+    )
+    em: float = knob(0.0, "For an exactly right answer.", min=0, max=100)
     f1: float = knob(0.0, "Times the token F1 of the answer.", min=0, max=100)
     cover_em: float = knob(0.0, "For an answer that contains the right one.", min=0, max=100)
     format: float = knob(0.0, "Times the format score, 0 to 1.", min=0, max=100)
@@ -324,12 +327,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
 
 
 def reward_spec(reward: RewardConfig) -> dict[str, Any]:
-    """The parts an environment adds up, ``{"em": 1.0, "step_penalty": -0.01}``; zero weights are left out."""
+    """The parts an environment adds up, ``{"task_success": 1.0, "step_penalty": -0.01}``, each under its own name.
+
+    Zero weights are left out.
+    """
     weights = asdict(reward)
     gamma = weights.pop("shaping_gamma")
     del weights["kl_penalty"]  # the trainer's: an environment knows no reference policy
-    spec: dict[str, Any] = {"em": weights.pop("task_success"), **weights}
-    spec = {name: weight for name, weight in spec.items() if weight}
+    spec: dict[str, Any] = {name: weight for name, weight in weights.items() if weight}
     if "shaping" in spec:
         spec["shaping"] = {"weight": spec["shaping"], "gamma": gamma}
     return spec

@@ -10,7 +10,9 @@ in as text, the observation comes out as messages. How a turn is read:
    run; so does a cut turn without any call;
 3. a turn without answer and call ends the episode (``no_call``);
 4. every call gets one reply, in order: its result, or the sentence that says
-   what is wrong with it. A faulty call never ends the episode by itself.
+   what is wrong with it. A faulty call never ends the episode by itself;
+5. what a turn holds beside its calls and was not read stands in a note before
+   the first reply (flag ``left_out``).
 
 With ``parallel_calls=False`` the first call of a turn runs and each further one
 gets an error as its reply.
@@ -18,14 +20,15 @@ gets an error as its reply.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from agentr1_lite.forks import twin_of
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
-from agentr1_lite.rewards import Episode, Rewards, numbers
+from agentr1_lite.rewards import Episode, Rewards, numbers, part_value
 from agentr1_lite.scoring import score_answer
 from agentr1_lite.toolcalls import CUT_REASONS, ToolCall, ToolCallError, get_format, read_turn
 from agentr1_lite.tools import FunctionTool, Tool, ToolResult, as_result, clean_text, run_calls
@@ -37,7 +40,8 @@ Message = dict[str, Any]
 class StepResult(NamedTuple):
     """``info``: ``turn``, ``stop_reason``, ``answer``, and once done ``outcome`` and ``reward_parts``.
 
-    ``reward`` is the turn's process reward, plus the outcome when done.
+    ``reward`` is the turn's process reward; when done, plus the outcome and what shaping or normalisation then changed
+    in earlier turns: an episode's rewards add up to ``ToolEnv.total_reward`` and ``Trajectory.total_reward``.
     """
 
     observation: list[Message]
@@ -54,10 +58,16 @@ class _Plan(NamedTuple):
     answer: str | None
     replies: list[ToolResult | None]
     jobs: list[tuple[Tool, dict[str, Any]]]
+    note: str = ""
+
+
+_OF_ALL_EPISODES = ("tools", "format", "rewards", "tasks", "task", "episode", "_text_parameters")
 
 
 class ToolEnv:
     """One episode at a time of one policy with tools; ``fork`` gives one env an episode.
+
+    A subclass names in ``shared`` the attributes that all its episodes hold in common.
 
     Args:
         tools: what the policy may call.
@@ -74,6 +84,8 @@ class ToolEnv:
         lenient: repair calls as ``toolcalls.py`` says, else only well-formed ones run.
         normalize_process: divide an episode's process rewards by max |Σ_{i≥t} r_i| at its end.
     """
+
+    shared: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -176,10 +188,11 @@ class ToolEnv:
         return next((tool for tool in self.tools if tool.name == name), None)
 
     def fork(self) -> ToolEnv:
-        """An independent env for one episode; tools without state are shared."""
-        twin = copy.copy(self)
-        twin.tools = [tool.fork() for tool in self.tools]
-        twin.episode = twin.task = None
+        """An independent env for one episode: what a subclass holds is copied as ``forks.py`` says."""
+        tools = [tool.fork() for tool in self.tools]
+        memo = {id(tool): own for tool, own in zip(self.tools, tools, strict=True)}
+        twin = twin_of(self, ToolEnv, (*_OF_ALL_EPISODES, *self.shared), memo)
+        twin.tools, twin.episode, twin.task = tools, None, None
         return twin
 
     def reset(self, task: Task, seed: int = 0) -> list[Message]:
@@ -214,11 +227,21 @@ class ToolEnv:
             raise RuntimeError("ToolEnv: finish() came before reset(task)")
         if not self.done:
             self.done, self.episode.stop_reason = True, StopReason(stop_reason)
-            self.episode.success = self.success()
+            self.episode.success = part_value(self.episode, "task_success", self.success)
             before = dict(self.reward_parts)
             self.outcome, parts = self.rewards.outcome(self.episode)
             self.reward_parts = {**before, **parts}
+            self._flag_faults()
         return self.outcome, self.reward_parts
+
+    @property
+    def total_reward(self) -> float:
+        """Outcome plus process rewards of the episode so far: its undiscounted return."""
+        return self.outcome + sum(turn.process_reward for turn in self.episode.turns)
+
+    def _flag_faults(self) -> None:
+        if self.episode.faults and self.episode.turns and "reward_fault" not in self.episode.turns[-1].flags:
+            self.episode.turns[-1].flags.append("reward_fault")
 
     def _read(self, text: str, finish_reason: str) -> _Plan:
         if self.episode is None or self.done:
@@ -250,7 +273,9 @@ class ToolEnv:
         if stop is not None:
             return _Plan(turn, stop, answer, [], [])
         replies = [None if isinstance(item, tuple) else item for item in checked]
-        return _Plan(turn, None, None, replies, [item for item in checked if isinstance(item, tuple)])
+        note = f"Note: left out of your turn: {'; '.join(said.left_out)}. Write each call in tags of its own."
+        jobs = [item for item in checked if isinstance(item, tuple)]
+        return _Plan(turn, None, None, replies, jobs, " ".join(note.split()) if said.left_out else "")
 
     def _check(self, call: ToolCall | ToolCallError) -> tuple[Tool, dict[str, Any]] | ToolResult:
         """A call as a job, or the reply that says what is wrong with it."""
@@ -272,6 +297,8 @@ class ToolEnv:
         """Close the turn with its replies and decide whether the episode goes on."""
         turn, episode, arrived = plan.turn, self.episode, iter(results)
         replies = [next(arrived) if reply is None else reply for reply in plan.replies]
+        if plan.note:  # first, where no cut reaches it
+            replies[0] = replace(replies[0], content=f"{plan.note}\n{replies[0].content}")
         turn.results = [reply.to_dict() for reply in replies]
         turn.observation = "\n".join(reply.content for reply in replies)
         turn.flags += [flag for flag in dict.fromkeys(f for r in replies for f in r.flags) if flag not in turn.flags]
@@ -279,7 +306,7 @@ class ToolEnv:
         episode.answer = plan.answer
         self.errors += sum(not reply.success for reply in replies)
         reward, parts = self.rewards.process(episode, turn)
-        turn.process_reward = reward + self.process_reward(turn)
+        turn.process_reward = reward + part_value(episode, "process_reward", self.process_reward, turn)
         for name, value in parts.items():
             self.reward_parts[name] = self.reward_parts.get(name, 0.0) + value
         stop = plan.stop
@@ -290,10 +317,14 @@ class ToolEnv:
         if stop is None and len(episode.turns) >= self.max_turns:
             stop = StopReason.MAX_TURNS
         info: dict[str, Any] = {"turn": turn, "stop_reason": stop, "answer": plan.answer, "reward_parts": {}}
-        reward = turn.process_reward
+        paid = [t.process_reward for t in episode.turns]
+        reward = paid[-1]
         if stop is not None:
             info["outcome"], info["reward_parts"] = self.finish(stop)
-            reward = turn.process_reward + info["outcome"]
+            late = sum(t.process_reward - p for t, p in zip(episode.turns, paid, strict=True))
+            reward = reward + info["outcome"] + late
+        elif episode.faults:
+            self._flag_faults()
         messages = [{"role": "tool", "content": reply.content} for reply in replies]
         return StepResult(messages, reward, stop is not None, info)
 

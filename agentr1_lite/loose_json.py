@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 from agentr1_lite.tools import clean_text
@@ -39,14 +40,35 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(object_pairs_hook=_pairs)
 _LOOSE_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, strict=False)
 _SPACE = re.compile(r"\s*")
+_BETWEEN = re.compile(r"[\s,;]*")
 
 
-def decode(text: str, repair: bool, stop: int | None = None) -> tuple[Any, int, bool]:
-    """``(value, end, repaired)`` of the value ``text`` begins with; a repair reads no further than ``stop``.
+def decode_all(
+    text: str, repair: bool, stop: Callable[[int], int]
+) -> tuple[list[tuple[Any, int, int, bool]], int, BadValue | None]:
+    """``([(value, start, end, repaired), …], end, error)``: the value ``text`` begins with and, with ``repair``, the
+    objects behind it, up to the first that cannot be read; ``stop(place)`` bounds a repair that begins at ``place``.
+    """
+    values, end = [], 0
+    while True:
+        start = end
+        try:
+            value, end, repaired = decode(text, repair, stop(start), start)
+        except BadValue as error:
+            return values, start, error
+        values.append((value, start, end, repaired))
+        following = _BETWEEN.match(text, end).end()
+        if not repair or not text.startswith("{", following):
+            return values, end, None
+        end = following
+
+
+def decode(text: str, repair: bool, stop: int | None = None, start: int = 0) -> tuple[Any, int, bool]:
+    """``(value, end, repaired)`` of the value at ``start``; a repair reads no further than ``stop``.
 
     ``text`` should hold little else: an error costs a look at all of it.
     """
-    start = _SPACE.match(text).end()
+    start = _SPACE.match(text, start).end()
     try:
         return *_DECODER.raw_decode(text, start), False
     except json.JSONDecodeError as error:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+ROUNDING = 1e-3  # how far above 0 the log-prob of a sure token may come out
 
 
 class StopReason(str, Enum):
@@ -151,6 +153,19 @@ class Segment:
         """Tokens before the first sampled one."""
         return self.action_mask.index(True) if True in self.action_mask else len(self.token_ids)
 
+    def check(self, where: str) -> None:
+        """Raise ``ValueError``, which ``where`` begins, where the three lists do not fit together."""
+        if not len(self.token_ids) == len(self.action_mask) == len(self.logprobs):
+            raise ValueError(
+                f"{where} has {len(self.token_ids)} token_ids, {len(self.action_mask)} action_mask "
+                f"and {len(self.logprobs)} logprobs; all three need one length"
+            )
+        for t, (acted, logprob) in enumerate(zip(self.action_mask, self.logprobs, strict=True)):
+            if not logprob <= ROUNDING or (not acted and logprob != 0.0):
+                raise ValueError(
+                    f"{where} token {t} has log-prob {logprob}; expected a number of at most 0, and 0 off the mask"
+                )
+
 
 @dataclass
 class Turn:
@@ -176,6 +191,35 @@ class Turn:
     finish_reason: str = "stop"
     flags: list[str] = field(default_factory=list)
     anchor: str = ""
+
+    def check(self, where: str, mask: Sequence[bool], seen: int) -> int:
+        """Raise ``ValueError``, which ``where`` begins, where the spans do not fit the segment's ``mask``.
+
+        ``seen`` tokens belong to former turns; returns how many do after this one.
+        """
+        if self.process_reward and self.start == self.end:
+            raise ValueError(f"{where} has process_reward {self.process_reward} and no sampled token to place it on")
+        for name, start, end, acted in (
+            ("span", self.start, self.end, True),
+            ("observation span", self.observation_start, self.observation_end, False),
+        ):
+            if not 0 <= start <= end <= len(mask):
+                raise ValueError(f"{where} {name} [{start}, {end}) lies outside its segment of {len(mask)} tokens")
+            if start == end:
+                continue
+            if start < seen:
+                raise ValueError(f"{where} {name} [{start}, {end}) begins before token {seen}, where another span ends")
+            _check_mask(f"{where}, before its {name}", mask, seen, start, False)
+            _check_mask(f"{where} {name}", mask, start, end, acted)
+            seen = end
+        return seen
+
+
+def _check_mask(where: str, mask: Sequence[bool], start: int, end: int, acted: bool) -> None:
+    """Raise ``ValueError`` at the first token of ``[start, end)`` whose mask is not ``acted``."""
+    if (not acted) in mask[start:end]:
+        said = "is not marked as sampled" if acted else "is marked as sampled; only a turn's own tokens may be"
+        raise ValueError(f"{where}: token {mask.index(not acted, start)} {said}")
 
 
 @dataclass
@@ -230,29 +274,22 @@ class Trajectory:
         return rewards
 
     def check(self) -> None:
-        """Raise ``ValueError`` naming the field and the place where the trajectory is inconsistent."""
+        """Raise ``ValueError`` naming field and place where the trajectory is inconsistent.
+
+        Turns and their observations follow each other, and up to the last of a segment exactly the turns' own tokens
+        are sampled; behind it may stand those of a turn that was not recorded.
+        """
         where = f"trajectory of task {self.task_id!r}"
-        for i, s in enumerate(self.segments):
-            if not len(s.token_ids) == len(s.action_mask) == len(s.logprobs):
-                raise ValueError(
-                    f"{where}: segment {i} has {len(s.token_ids)} token_ids, {len(s.action_mask)} action_mask "
-                    f"and {len(s.logprobs)} logprobs; all three need one length"
-                )
-            for t, (acted, logprob) in enumerate(zip(s.action_mask, s.logprobs, strict=True)):
-                if logprob != logprob or (not acted and logprob != 0.0):
-                    raise ValueError(
-                        f"{where}: segment {i} token {t} has log-prob {logprob}; expected a number, 0 off the mask"
-                    )
+        for i, segment in enumerate(self.segments):
+            segment.check(f"{where}: segment {i}")
+        seen = [0] * len(self.segments)  # tokens of each that the turns so far account for
         for i, turn in enumerate(self.turns):
             if not 0 <= turn.segment < len(self.segments):
                 raise ValueError(f"{where}: turn {i} points to segment {turn.segment} of {len(self.segments)}")
-            size = len(self.segments[turn.segment])
-            for name, a, b in (
-                ("span", turn.start, turn.end),
-                ("observation span", turn.observation_start, turn.observation_end),
-            ):
-                if not 0 <= a <= b <= size:
-                    raise ValueError(f"{where}: turn {i} {name} [{a}, {b}) lies outside its segment of {size} tokens")
+            if i and turn.segment < self.turns[i - 1].segment:
+                raise ValueError(f"{where}: turn {i} points to segment {turn.segment}, behind which turn {i - 1} lies")
+            mask = self.segments[turn.segment].action_mask
+            seen[turn.segment] = turn.check(f"{where}: turn {i}", mask, seen[turn.segment])
 
     def to_dict(self) -> dict[str, Any]:
         row = asdict(self)

@@ -61,7 +61,7 @@ def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
     known = accepted_knobs(config.task.name)
     options = {name: value for name, value in environment.items() if name in known}
     if "rewards" in known:
-        options["rewards"] = reward_spec(config.reward) or {"em": 0.0}
+        options["rewards"] = {"em": 0.0, **reward_spec(config.reward)}  # EM is measured in any case
     try:
         return load_task(config.task.name, split, **{**options, **config.task.knobs, **knobs})
     except TypeError as error:

@@ -83,6 +83,9 @@ class QwenPolicy:
             weights = {k.replace(".actor.", "."): p for k, p in self._actor_weights().items()}
             storage.assign(weights, storage.read_tensors(file), str(file))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> QwenPolicy:
+        return self  # an environment may hold one, and forks for every episode
+
     @classmethod
     def from_parts(
         cls,

@@ -8,6 +8,10 @@ section 2). ``reward_parts`` of a trajectory holds the parts **before** the
 weights (``em`` stays 0 or 1, a process part is summed over the turns), so a
 part of weight 0 is a metric.
 
+A part that raises, or gives anything but a finite number (True and False are 1
+and 0), counts as 0: a warning names part, task and value, the last turn gets
+the flag ``reward_fault``, and the run goes on.
+
 Outcome parts read the parsed answer and the turns' own records; the text of a
 tool never enters a score (Search-R1#79, ReZero#1).
 """
@@ -17,11 +21,13 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
+from agentr1_lite.schema import shown
 from agentr1_lite.scoring import score_answer
 from agentr1_lite.toolcalls import strip_end
 
@@ -36,6 +42,7 @@ class Episode:
     answer: str | None = None
     stop_reason: StopReason | None = None
     success: float = 0.0
+    faults: list[str] = field(default_factory=list)  # reward parts that gave no number
 
     def results(self, turn: Turn | None = None) -> list[dict[str, Any]]:
         """The tools' results of one turn, or of the episode."""
@@ -190,9 +197,39 @@ def _titles(turn: Turn) -> list[str]:
 
 
 def numbers(results: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """The finite numbers under ``info[key]`` of the results that have one."""
+    """The finite numbers under ``info[key]`` of the results that have one; a warning names what is none."""
     values = [result["info"].get(key) for result in results]
-    return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v)]
+    found = [finite(value) for value in values]
+    for value in (v for v, number in zip(values, found, strict=True) if number is None and v is not None):
+        warnings.warn(f"a tool's info[{key!r}] is {shown(value)}; it is left out, give a finite number", stacklevel=2)
+    return [number for number in found if number is not None]
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a finite number, None where it is none; text never is."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # None, an integer too large, a tensor of several numbers, an object's own fault
+        return None
+    return number if math.isfinite(number) else None
+
+
+def part_value(episode: Episode, name: str, part: Callable[..., Any], *args: Any, weight: float = 1.0, **options: Any):
+    """What a reward part gives, 0 where that (times ``weight``) is no finite number: named, and noted in ``faults``."""
+    try:
+        value = part(*args, **options)
+        number = finite(value)
+        if number is not None and math.isfinite(weight * number):
+            return number
+        said = f"is {shown(value)}"
+    except Exception as error:
+        said = f"raised {type(error).__name__}: {error}"
+    episode.faults.append(name)
+    warnings.warn(
+        f"reward part {name!r} of task {episode.task.id!r} {said}; it counts as 0 here, give a finite number",
+        stacklevel=2,
+    )
+    return 0.0
 
 
 def shape(final: float, intermediate: Sequence[float], gamma: float = 0.9) -> list[float]:
@@ -240,8 +277,12 @@ class Rewards:
                 known = ", ".join(["weight", *allowed])
                 raise ValueError(f"reward part {name!r} has no option {option!r}; allowed: {known}")
 
-    def _values(self, parts: Mapping[str, Callable[..., float]], *args: Any) -> dict[str, float]:
-        return {n: float(parts[n](*args, **self.options[n])) for n in self.weights if n in parts}
+    def _values(self, parts: Mapping[str, Callable[..., float]], episode: Episode, *args: Any) -> dict[str, float]:
+        return {
+            name: part_value(episode, name, parts[name], episode, *args, weight=weight, **self.options[name])
+            for name, weight in self.weights.items()
+            if name in parts
+        }
 
     def process(self, episode: Episode, turn: Turn) -> tuple[float, dict[str, float]]:
         """``(reward, unweighted parts)`` of the turn that has just been played."""

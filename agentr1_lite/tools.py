@@ -7,12 +7,12 @@ whose ``flags`` say what happened.
 
 Flags of a result: ``raised``, ``timeout``, ``empty``, ``converted`` (not a
 string), ``truncated_chars``, ``control_strings`` (looks like chat markup),
-``invalid_text`` (lone surrogates replaced).
+``invalid_text`` (lone surrogates replaced). What is not data (text, a finite
+number, JSON) is a failure (``raised``): no ``repr`` reaches the policy.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import os
@@ -23,11 +23,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from agentr1_lite.forks import twin_of
 from agentr1_lite.mdp import Task
-from agentr1_lite.schema import SchemaMismatch, check_object, parameters_of
+from agentr1_lite.schema import SchemaMismatch, check_object, parameters_of, read_schema
 
 EMPTY_RESULT = "No results."
 CUT_MARK = " [cut]"
@@ -80,7 +82,7 @@ def clean_text(text: str) -> str:
     """``text`` with lone surrogates replaced: they would stop a tokenizer and the JSON Lines writer."""
     try:
         text.encode("utf-8")
-        return str(text)
+        return str.__str__(text)  # a member of an enumeration has its name for str()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -107,6 +109,17 @@ class Tool(ABC):
     stateful: bool = False
     shared: tuple[str, ...] = ()
     max_chars: int = MAX_CHARS
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        label = cls.name or cls.__name__
+        for method in ("execute", "batch_execute", "validate_args", "reset"):
+            _refuse_deferred(vars(cls).get(method), f"{label}.{method}")
+        if isinstance(vars(cls).get("parameters"), Mapping):
+            cls.parameters = read_schema(cls.parameters, label)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, read_schema(value, self.name) if name == "parameters" else value)
 
     @abstractmethod
     def execute(self, args: dict[str, Any]) -> ToolResult | str | dict[str, Any]:
@@ -136,8 +149,7 @@ class Tool(ABC):
         """The tool for one episode: a copy where it is stateful, else itself."""
         if not self.stateful:
             return self
-        kept = [getattr(self, name) for name in self.shared]
-        return copy.deepcopy(self, {id(value): value for value in kept})
+        return twin_of(self, Tool, ("parameters", *self.shared), {})
 
     @property
     def text_parameter(self) -> str:
@@ -146,10 +158,24 @@ class Tool(ABC):
         return names[0] if names else ""
 
 
+def _refuse_deferred(function: Any, label: str) -> None:
+    """Raise ``TypeError`` where a call would give a coroutine or generator instead of a reply."""
+    while isinstance(function, partial):
+        function = function.func
+    for f in (function, *(vars(cls).get("__call__") for cls in type(function).__mro__)):
+        if inspect.iscoroutinefunction(f) or inspect.isasyncgenfunction(f):
+            raise TypeError(
+                f"tool {label!r} is an async function; write a plain function, calls run concurrently anyway"
+            )
+        if inspect.isgeneratorfunction(f):
+            raise TypeError(f"tool {label!r} is a generator function; return the whole reply instead of yielding")
+
+
 class FunctionTool(Tool):
     """A tool around a function; calling the tool calls the function."""
 
     def __init__(self, function: Callable[..., Any], name: str, description: str, parameters: Mapping[str, Any]):
+        _refuse_deferred(function, name)
         self.function, self.name, self.description, self.parameters = function, name, description, parameters
 
     def execute(self, args: dict[str, Any]) -> Any:
@@ -173,11 +199,10 @@ def tool(
         raise TypeError(f"tool() got {', '.join(unknown)}; it takes name, description, timeout, inline and max_chars")
 
     def wrap(f: Callable[..., Any]) -> FunctionTool:
-        label = name or f.__name__
-        if inspect.iscoroutinefunction(f):
-            raise TypeError(
-                f"tool {label!r} is an async function; write a plain function, calls run concurrently anyway"
-            )
+        label = name or getattr(f, "__name__", "")
+        if not label:
+            raise TypeError(f"tool() got {type(f).__name__} without a name of its own; pass name=")
+        _refuse_deferred(f, label)
         summary, parameters = parameters_of(f, label)
         made = FunctionTool(f, label, description or summary, parameters)
         vars(made).update(options)
@@ -213,11 +238,22 @@ def _as_text(content: Any) -> tuple[str, list[str]]:
         content = bytes(content).decode("utf-8", "replace")
     elif not isinstance(content, str):
         try:
-            content = json.dumps(content, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError):
-            content = repr(content)
+            content = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_as_json)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"it returned no data: {error}; return text, a number or what JSON can hold") from error
     clean = clean_text(content)
     return clean, flags if clean == content else [*flags, "invalid_text"]
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers and arrays of NumPy and PyTorch, and mappings of any kind, as JSON; nothing else is data."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if type(value).__module__.partition(".")[0] in ("numpy", "torch") and hasattr(value, "tolist"):
+        return value.tolist()
+    if inspect.iscoroutine(value):
+        value.close()
+    raise TypeError(f"{type(value).__name__} is neither text nor a number nor JSON")
 
 
 def _plain(info: Any) -> dict[str, Any]:
@@ -239,20 +275,24 @@ def _failure(tool: Tool, error: BaseException) -> ToolResult:
 
 def run_call(tool: Tool, args: dict[str, Any]) -> ToolResult:
     """One call in this thread; only Ctrl-C passes through."""
+    return _guarded(tool, lambda: tool.execute(args))
+
+
+def _guarded(tool: Tool, give: Callable[[], Any]) -> ToolResult:
     try:
-        return as_result(tool.execute(args), tool.max_chars)
+        return as_result(give(), tool.max_chars)
     except (Exception, SystemExit) as error:
         return _failure(tool, error)
 
 
 def _run_batch(tool: Tool, batch: list[dict[str, Any]]) -> list[ToolResult]:
     try:
-        results = [as_result(r, tool.max_chars) for r in tool.batch_execute(batch)]
+        results = list(tool.batch_execute(batch))
         if len(results) != len(batch):
             raise ValueError(f"batch_execute gave {len(results)} results for {len(batch)} calls")
-        return results
     except (Exception, SystemExit) as error:
         return [_failure(tool, error)] * len(batch)
+    return [_guarded(tool, lambda result=result: result) for result in results]
 
 
 @dataclass

@@ -94,6 +94,24 @@ def test_select_and_empty():
         collate([broken])
 
 
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda t: t.segments[0].action_mask.__setitem__(4, True), r"turn 0 observation span: token 4 is marked as"),
+        (lambda t: t.segments[0].logprobs.__setitem__(2, float("-inf")), "segment 0 token 2 has the log-prob -inf"),
+        (lambda t: setattr(t, "reward", float("nan")), "segment 0 token 5 has the reward nan"),
+        (lambda t: setattr(t.turns[0], "process_reward", float("inf")), "segment 0 token 3 has the reward inf"),
+        (lambda t: vars(t).update(segments=[Segment([1], [True], [-1.0])], turns=[]), "token 0 is marked as sampled"),
+    ],
+)
+def test_what_must_not_be_trained_on_is_refused(harm, words):
+    whole = trajectory([1, 2], [([3, 4], [5]), ([6], [])], reward=1.0)
+    assert len(collate([whole])) == 1
+    harm(whole)
+    with pytest.raises(ValueError, match=f"trajectory of task 't': .*{words}"):
+        collate([whole])
+
+
 row = st.tuples(st.integers(1, 12), st.integers(1, 30), st.integers(0, 4))
 
 

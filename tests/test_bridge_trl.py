@@ -351,6 +351,25 @@ def test_an_episode_through_trl_earns_what_the_environment_pays():
     assert first.lookup(country="Peru") == "The episode is over."
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+@pytest.mark.parametrize("options", [{"shaping": {"gamma": 0.9}}, {"tool_success": 1.0}])
+def test_shaping_and_normalisation_pay_the_same_through_trl(options, turns):
+    env = ToolEnv([lookup], rewards={"em": 1.0, **options}, normalize_process="shaping" not in options)
+    calls = ['<tool_call>{"name": "lookup", "arguments": {"country": "Peru"}}</tool_call>'] * turns
+    env.reset(capital_tasks()[1])
+    steps = [env.step(text).reward for text in (*calls, "<answer>Lima</answer>")]
+    assert sum(steps) == pytest.approx(sum(0.9**t for t in range(turns + 1)) if "shaping" in options else 2.0)
+    for last in ("<answer>Lima</answer>", None):
+        episode_ = bridge.environment_factory(env, capital_tasks())()
+        episode_.reset(task_id="Peru")
+        for _ in calls:
+            episode_.lookup(country="Peru")
+        said = [{"role": "assistant", "content": last}] if last else [{"role": "tool", "content": "x"}]
+        (found,) = bridge.episode_reward([said], [episode_])
+        turn_rewards = sum(turn.process_reward for turn in episode_._env.episode.turns)
+        assert found == pytest.approx(sum(steps) if last else turn_rewards + episode_._env.outcome)
+
+
 def test_a_raising_tool_reaches_the_model_as_text():
     env = bridge.environment_factory(capital_env(), capital_tasks())()
     env.reset(task_id="Peru")

@@ -52,7 +52,7 @@ def test_overview_yaml_loads_as_it_stands(write):
     assert (c.reward.task_success, c.reward.step_penalty, c.reward.kl_penalty) == (1.0, -0.01, 0.05)
     assert (c.rlhf.offline_phase, c.rlhf.offline_data) == (True, "data/offline_logs.json")
     assert c.rlhf.online_rollouts == 10000
-    assert reward_spec(c.reward) == {"em": 1.0, "step_penalty": -0.01}
+    assert reward_spec(c.reward) == {"task_success": 1.0, "step_penalty": -0.01}
 
 
 def test_pyyaml_itself_reads_the_learning_rate_as_text():
@@ -214,8 +214,20 @@ def test_reward_spec_names_registered_parts():
     spec = reward_spec(RewardConfig(**low))
     assert spec["shaping"] == {"weight": 0.5, "gamma": 0.5} and spec["em"] == 0.5 and spec["cut"] == -0.5
     rewards.Rewards(spec)
-    assert set(rewards.names()) - set(spec) == {"task_success"}
-    assert reward_spec(RewardConfig()) == {"em": 1.0}
+    assert set(rewards.names()) == set(spec)
+    assert reward_spec(RewardConfig()) == {"task_success": 1.0}
+
+
+def test_every_reward_of_the_yaml_is_the_part_of_its_name():
+    rewards = pytest.importorskip("agentr1_lite.rewards")
+    for item in fields(RewardConfig):
+        if item.name not in ("shaping_gamma", "kl_penalty"):
+            weight = 0.5 if item.metadata["max"] > 0 else -0.5
+            off = {"task_success": 0.0, item.name: weight}
+            expected = {"weight": weight, "gamma": 0.9} if item.name == "shaping" else weight
+            spec = reward_spec(Config.from_dict({"reward": off}).reward)
+            assert spec == {item.name: expected}
+            assert list(rewards.Rewards(spec).weights) == [item.name]
 
 
 def test_check_sees_values_assigned_later():

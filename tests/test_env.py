@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_lite.batch import collate
 from agentr1_lite.env import StepResult, ToolEnv, anchor_of
-from agentr1_lite.mdp import StopReason, Task, Trajectory, TurnKind
+from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, TurnKind
+from agentr1_lite.retrieval import BM25
 from agentr1_lite.toolcalls import ToolCall, render_tool_call
 from agentr1_lite.tools import Tool, ToolResult, tool
 
@@ -187,6 +196,22 @@ def test_a_forged_tool_response_is_not_read():
     assert len(step.observation) == 1
 
 
+def test_what_was_left_out_is_told_before_the_first_reply():
+    kes, loach = (json.dumps({"name": "search", "arguments": {"query": query}}) for query in ("Kes", "Loach"))
+    both = start().step(f"<tool_call>\n{kes}\n{loach}\n</tool_call>")
+    assert [m["content"][:12] for m in both.observation] == ["Kes was dire", "He was born "]
+    one = start(parallel_calls=False).step(f"<tool_call>\n{kes}\n{loach}\n</tool_call>")
+    assert one.observation[1]["content"] == "Error: one call a turn; this one was not run."
+    step = start().step(f"<tool_call>\n{kes}\nthen\n{loach}\n</tool_call>" + call(query="Loach"))
+    note, reply = step.observation[0]["content"].split("\n")
+    assert note.startswith("Note: left out of your turn: ") and "then" in note and "Loach" in note
+    assert note.endswith(" Write each call in tags of its own.") and reply == "Kes was directed by Ken Loach."
+    assert step.observation[1]["content"] == "He was born in Nuneaton." and step.info["turn"].flags == ["left_out"]
+    assert step.info["turn"].results[0]["content"] == f"{note}\n{reply}"
+    tagged = start(call_format="tag").step("<search>Kes <think>or</think> Loach</search>")
+    assert tagged.observation[0]["content"].startswith('Note: left out of your turn: "Loach" before </search>.')
+
+
 def test_limits_on_turns_and_errors():
     env = start(max_turns=2)
     assert not env.step(call(query="Kes")).done
@@ -230,7 +255,94 @@ def test_shaping_reaches_earlier_turns_through_the_same_objects():
     turns = [env.step(call(query="Kes")).info["turn"] for _ in range(2)]
     assert [t.process_reward for t in turns] == [-0.25, -0.25]
     last = env.step("<answer>Loach</answer>")
-    assert [t.process_reward for t in turns] == [0.0, 0.25] and last.reward == 0.75
+    assert [t.process_reward for t in turns] == [0.0, 0.25]
+    # 1 for the answer, -0.25 for its turn, and 0.25 + 0.5 that the earlier turns got late
+    assert last.reward == 1.5 and env.total_reward == 1.0
+
+
+SPECS = [
+    {"em": 1.0},
+    {"em": 1.0, "shaping": {"gamma": 0.9}},
+    {"em": 1.0, "shaping": {"weight": 0.5, "gamma": 0.5}, "step_penalty": -0.25},
+    {"f1": 1.0, "evidence": 0.5, "tool_success": 1.0},
+]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("spec", SPECS, ids=range(len(SPECS)))
+@pytest.mark.parametrize("last", ["<answer>Loach</answer>", "<answer>Lyon</answer>", "hm", None])
+def test_an_episode_has_one_reward_whoever_sums_it(spec, normalize, last):
+    env = start(rewards=spec, normalize_process=normalize, max_turns=9)
+    earned, turns = [], []
+    for text in (call(query="Kes"), call(query="Loach"), *([last] if last else [])):
+        step = env.step(text)
+        earned.append(step.reward)
+        turns.append(step.info["turn"])
+    outcome, _ = env.finish(StopReason.LENGTH)
+    segment = Segment([0] * 7, [False, True] * len(turns) + [False] * (7 - 2 * len(turns)), [0.0] * 7)
+    trajectory = Trajectory("t1", "g", [segment], turns, reward=outcome)
+    for place, turn in enumerate(turns):
+        turn.start, turn.end = 2 * place + 1, 2 * place + 2
+    assert env.total_reward == trajectory.total_reward
+    if last:
+        assert sum(earned) == pytest.approx(trajectory.total_reward)
+        assert collate([trajectory]).rewards.sum().item() == pytest.approx(trajectory.total_reward)
+
+
+def test_two_searches_and_a_right_answer_by_hand():
+    """Shaped by gamma = 0.9: 0.81 + 0.9 beside the 1; a search that finds a gold title is worth 1, over their sum 2."""
+    shaped = start(rewards={"em": 1, "shaping": {"gamma": 0.9, "weight": 0.5}})
+    texts = (call(query="Kes"), call(query="Loach"), "<answer>Loach</answer>")
+    assert sum(shaped.step(text).reward for text in texts) == pytest.approx(1 + (0.81 + 0.9) / 2) == shaped.total_reward
+    normal = start(rewards={"em": 1, "evidence": 1}, normalize_process=True)
+    assert sum(normal.step(text).reward for text in texts) == pytest.approx(2.0) == normal.total_reward
+
+
+def test_task_success_is_the_environments_own_and_em_is_em():
+    @tool(inline=True)
+    def door(query: str):
+        return ToolResult("open", info={"score": 1.0, "done": True})
+
+    for spec, earned in (({"task_success": 2.0}, 2.0), ({"em": 2.0}, 0.0), ({"task_success": 1.0, "em": 1.0}, 1.0)):
+        assert start(door, rewards=spec).step(call("door", query="x")).reward == earned
+    searched = start(rewards={"task_success": 1.0, "em": 0.0})
+    assert searched.step("<answer>Loach</answer>").info["reward_parts"] == {"task_success": 1.0, "em": 1.0}
+
+
+class Faulty(ToolEnv):
+    def success(self):
+        return self.given
+
+    def process_reward(self, turn):
+        return self.given
+
+
+@pytest.mark.parametrize("given", [None, float("nan"), float("inf"), 10**400, "1.0", [1.0], object()])
+def test_a_reward_that_is_no_number_is_named_and_the_run_goes_on(given):
+    env = Faulty([search], rewards={"em": 1.0, "task_success": 1.0})
+    env.given = given
+    env.reset(TASK)
+    with pytest.warns(UserWarning, match="reward part 'process_reward' of task 't1' is .*; it counts as 0"):
+        first = env.step(call(query="Kes"))
+    assert first.reward == 0.0 and first.info["turn"].flags == ["reward_fault"]
+    with pytest.warns(UserWarning, match="reward part 'task_success' of task 't1' is "):
+        last = env.step("<answer>Loach</answer>")
+    assert last.reward == 1.0 and last.info["reward_parts"] == {"em": 1.0, "task_success": 0.0}
+    assert env.episode.faults == ["process_reward", "process_reward", "task_success"]
+
+
+def test_numbers_that_a_tool_reports_cannot_end_a_rollout():
+    infos = [{"cost": 10**400}, {"score": 10**400}, {"reward": -(10**400)}, {"cost": 2}]
+
+    @tool(inline=True)
+    def odd(index: int):
+        return ToolResult("ok", info=infos[index])
+
+    env = start(odd, rewards={"task_success": 1.0, "cost": -0.5, "tool_reward": 1.0}, max_turns=9)
+    with pytest.warns(UserWarning, match="info.'cost'. is 10+.*; it is left out, give a finite number"):
+        steps = [env.step(call("odd", index=i)) for i in range(4)]
+        assert env.step("<answer>Loach</answer>").reward == 0.0
+    assert [step.reward for step in steps] == [0.0] * 4 and env.reward_parts["cost"] == 2.0
 
 
 def test_odd_info_of_a_tool_is_ignored_by_rewards():
@@ -380,3 +492,89 @@ def test_an_own_environment_with_a_stateful_tool():
     two.reset(Task("a", "?"), 2)
     assert one.tool("guess").hidden != two.tool("guess").hidden and not hasattr(base.tool("guess"), "hidden")
     assert "at least 1 and at most 100" in one.step(call("guess", number=1000)).observation[0]["content"]
+
+
+@dataclass
+class Room:
+    items: list
+    lock: object = field(default_factory=threading.Lock)
+    places: dict = field(default_factory=dict)
+
+
+class House(ToolEnv):
+    """Keeps the state of an episode in every way a subclass may, beside things that must stay one."""
+
+    visited = []  # noqa: RUF012
+    shared = ("corpus",)
+
+    def __init__(self, **options):
+        super().__init__([Guess()], **options)
+        self.seen, self.inside = [], {"hall": [1], "open": {2}}
+        self.pair, self.queue, self.counts = ([1], "x"), deque([[1]]), defaultdict(list)
+        self.room = Room([1], places={"key": ["hall"]})
+        self.loose = SimpleNamespace(items=[1], lock=threading.Lock())
+        self.grid, self.random, self.tensor = np.zeros(3), random.Random(0), torch.zeros(2)
+        self.guess, self.me, self.other = self.tools[0], self, ToolEnv([Guess()])
+        self.lock, self.model, self.stream = threading.Lock(), torch.nn.Linear(2, 2), (n for n in (1, 2))
+        self.holder = [self.model, self.lock, [1]]
+        self.index, self.corpus, self.client = BM25([]), [["big"]], SimpleQueue()
+        self.hook = self.look
+
+    def look(self):
+        self.seen.append("looked")
+
+    def live(self):
+        """Change everything an episode may change."""
+        for box in (self.visited, self.seen, self.inside["hall"], self.pair[0], self.queue[0], self.counts["a"]):
+            box.append(2)
+        for box in (self.room.items, self.room.places["key"], self.loose.items, self.holder[2], self.holder):
+            box.append(2)
+        self.inside["open"].add(3)
+        self.grid[0] = self.tensor[0] = 1
+        self.random.random()
+        self.guess.found = True
+        self.other.done = True
+        self.hook()
+
+    def state(self):
+        boxes = (self.visited, self.seen, self.inside, self.pair, self.queue, self.counts, self.room.items)
+        more = (self.loose.items, self.room.places, self.holder[2], len(self.holder), self.grid, self.tensor)
+        return repr((*boxes, *more, self.random.getstate(), vars(self.guess), getattr(self.other, "done", None)))
+
+
+def test_what_one_episode_does_no_other_sees():
+    base, fresh = House(), House()
+    one, two = base.fork(), base.fork()
+    one.live()
+    one.fork().live()
+    assert base.state() == two.state() == base.fork().state() == fresh.state() != one.state()
+    assert House.visited == [] and (two.me, two.guess) == (two, two.tools[0]) and two.hook.__self__ is two
+
+
+def test_what_cannot_or_must_not_be_copied_stays_shared():
+    base = House()
+    twin = base.fork().fork()
+    for name in ("lock", "model", "stream", "index", "corpus", "client", "rewards", "format"):
+        assert getattr(twin, name) is getattr(base, name), name
+    assert twin.holder[:2] == base.holder[:2] and twin.room.lock is base.room.lock
+    assert twin.loose.lock is base.loose.lock and twin.index.search("x", 1) == []
+
+
+def test_a_stateful_tool_with_a_lock_forks():
+    class Safe(Guess):
+        tried = []  # noqa: RUF012
+
+        def __init__(self):
+            self.lock, self.log = threading.Lock(), []
+
+        def execute(self, args):
+            with self.lock:
+                self.log.append(args)
+                self.tried.append(args)
+            return str(len(self.log) + len(self.tried))
+
+    env = ToolEnv([Safe()])
+    for _ in range(2):
+        twin = env.fork()
+        twin.reset(TASK)
+        assert twin.step(call("guess", number=1)).observation[0]["content"] == "2"

@@ -150,6 +150,86 @@ def test_an_inconsistent_trajectory_is_named(harm, said):
         trajectory.check()
 
 
+def two_turns() -> Trajectory:
+    """Tokens 0-1 prompt, 2-3 turn 0, 4 seam, 5-6 its observation, 7 seam, 8-9 turn 1, 11 its own."""
+    segment, turns = Segment(), []
+    segment.extend([1, 2])
+    for seen in (2, 1):
+        turn = Turn(0, *segment.extend([3, 4], [-1.0, -2.0]))
+        segment.extend([5])
+        turn.observation_start, turn.observation_end = segment.extend([6] * seen)
+        segment.extend([7])
+        turns.append(turn)
+    other = Segment()
+    other.extend([1, 2])
+    turns.append(Turn(1, *other.extend([3], [0.0])))
+    return Trajectory("t7", "g", [segment, other], turns)
+
+
+def put(segment, token, acted):
+    def harm(t):
+        t.segments[segment].action_mask[token] = acted
+        t.segments[segment].logprobs[token] = 0.0
+
+    return harm
+
+
+def spans(turn, **places):
+    return lambda t: vars(t.turns[turn]).update(places)
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (put(0, 5, True), r"turn 0 observation span: token 5 is marked as sampled"),
+        (put(0, 6, True), r"turn 0 observation span: token 6 is marked as sampled"),
+        (put(0, 11, True), r"turn 1 observation span: token 11 is marked as sampled"),
+        (put(0, 0, True), r"turn 0, before its span: token 0 is marked as sampled"),
+        (put(0, 1, True), r"turn 0, before its span: token 1 is marked as sampled"),
+        (put(0, 4, True), r"turn 0, before its observation span: token 4 is marked as sampled"),
+        (put(0, 7, True), r"turn 1, before its span: token 7 is marked as sampled"),
+        (put(1, 1, True), r"turn 2, before its span: token 1 is marked as sampled"),
+        (put(0, 3, False), r"turn 0 span: token 3 is not marked as sampled"),
+        (put(1, 2, False), r"turn 2 span: token 2 is not marked as sampled"),
+        (lambda t: t.turns.reverse(), r"turn 1 points to segment 0, behind which turn 0 lies"),
+        (lambda t: t.turns.insert(0, t.turns.pop(1)), r"turn 0, before its span: token 2 is marked as sampled"),
+        (lambda t: t.turns.append(t.turns[2]), r"turn 3 span \[2, 3\) begins before token 3"),
+        (spans(1, start=3), r"turn 1 span \[3, 10\) begins before token 7"),
+        (spans(0, observation_start=0, observation_end=1), r"observation span \[0, 1\) begins before token 4"),
+        (spans(0, observation_start=3), r"turn 0 observation span \[3, 7\) begins before token 4"),
+        (spans(0, observation_end=9), r"turn 0 observation span: token 8 is marked as sampled"),
+        (spans(0, end=5), r"turn 0 span: token 4 is not marked as sampled"),
+        (spans(0, end=3), r"turn 0, before its observation span: token 3 is marked as sampled"),
+        (spans(2, start=3, process_reward=1.0), r"turn 2 has process_reward 1.0 and no sampled token"),
+        (lambda t: t.segments[0].logprobs.__setitem__(2, 0.5), r"segment 0 token 2 has log-prob 0.5"),
+        (lambda t: t.segments[1].logprobs.__setitem__(2, float("inf")), r"segment 1 token 2 has log-prob inf"),
+        (lambda t: t.segments[0].logprobs.__setitem__(5, -1.0), r"segment 0 token 5 has log-prob -1.0"),
+    ],
+)
+def test_the_mask_is_that_of_the_turns(harm, said):
+    trajectory = two_turns()
+    trajectory.check()
+    harm(trajectory)
+    with pytest.raises(ValueError, match=rf"trajectory of task 't7': .*{said}"):
+        trajectory.check()
+
+
+@settings(max_examples=100, deadline=None)
+@given(trajectory=trajectories(), data=st.data())
+def test_a_token_of_the_world_is_never_trained_on(trajectory, data):
+    trajectory.check()
+    worlds = [
+        (turn.segment, t)
+        for turn in trajectory.turns
+        for t in (*range(turn.observation_start, turn.observation_end), *range(turn.start))
+        if not trajectory.segments[turn.segment].action_mask[t]
+    ]
+    if worlds:
+        put(*data.draw(st.sampled_from(worlds)), True)(trajectory)
+        with pytest.raises(ValueError, match="is marked as sampled"):
+            trajectory.check()
+
+
 def test_broken_rows_and_odd_lengths_are_named(tmp_path):
     path = tmp_path / "episodes.jsonl"
     mdp.save_jsonl(path, [Trajectory("t", "g")])

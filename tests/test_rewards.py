@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -169,3 +171,38 @@ def test_a_new_part_is_one_function():
         assert Rewards({"short_answer": {"weight": 0.1, "limit": 2}}).outcome(answered("Ole Rømer"))[0] == 0.1
     finally:
         del rewards.OUTCOME_PARTS["short_answer"]
+
+
+def raising(episode):
+    raise KeyError("depth")
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (lambda episode: None, "is null"),
+        (lambda episode: float("nan"), "is NaN"),
+        (lambda episode: float("-inf"), "is -Infinity"),
+        (lambda episode: "0.5", 'is "0.5"'),
+        (lambda episode: 10**400, "is 10000"),
+        (lambda episode: 1j, "is "),
+        (lambda episode: 1e308, "is 1e\\+308"),  # times its weight it is infinite
+        (raising, "raised KeyError: 'depth'"),
+    ],
+    ids=range(8),
+)
+def test_a_part_without_a_number_counts_nothing_and_is_named(part, said, monkeypatch):
+    monkeypatch.setitem(rewards.OUTCOME_PARTS, "mine", part)
+    monkeypatch.setitem(rewards.PROCESS_PARTS, "ours", lambda episode, turn: part(episode))
+    scheme, episode = Rewards({"em": 1.0, "mine": 1e3, "ours": 1e3}), answered("Rømer")
+    with pytest.warns(UserWarning, match=f"reward part 'mine' of task 't' {said}.*; it counts as 0 here"):
+        assert scheme.outcome(episode) == (1.0, {"em": 1.0, "mine": 0.0})
+    with pytest.warns(UserWarning, match=f"reward part 'ours' of task 't' {said}"):
+        assert scheme.process(episode, episode.turns[-1]) == (0.0, {"ours": 0.0})
+    assert episode.faults == ["mine", "ours"]
+
+
+def test_booleans_and_scalars_of_libraries_are_numbers(monkeypatch):
+    for value, number in ((True, 1.0), (np.float32(0.5), 0.5), (torch.tensor([2.0]), 2.0), (np.bool_(False), 0.0)):
+        monkeypatch.setitem(rewards.OUTCOME_PARTS, "mine", lambda episode, value=value: value)
+        assert Rewards({"mine": 2.0}).outcome(answered("x")) == (2 * number, {"mine": number})

@@ -135,6 +135,128 @@ def test_two_calls_in_one_turn():
     assert [c.arguments["query"] for c in calls] == ["director of Kes", "director of Ratcatcher"]
 
 
+A, B, C = (json.dumps({"name": "search", "arguments": {"query": query}}) for query in "ABC")
+LITERAL = "{'name': 'search', 'arguments': {'query': 'B', 'exact': True,}}"
+TAGGED = '{"name": "search", "arguments": {"query": "</tool_call> <tool_call>"}}'
+
+
+@pytest.mark.parametrize("wrap", [hermes, lambda body: f"<tool_call>{body}", lambda body: f"```json\n{body}\n```", str])
+@pytest.mark.parametrize(
+    ("body", "queries"),
+    [
+        (f"{A}\n{B}", "AB"),
+        (f"{A}{B}", "AB"),
+        (f"{A}, {B};\n\n{C}", "ABC"),
+        (f"{A}\n{LITERAL}\n{C}", "ABC"),
+        (f"{LITERAL}{A}", "BA"),
+    ],
+)
+def test_several_objects_between_two_tags_all_run(wrap, body, queries):
+    read = read_turn(f"<think>x</think>\n{wrap(body)}")
+    assert [call.arguments["query"] for call in read.calls] == list(queries)
+    assert all("shared_tags" in call.flags and "trailing_text" not in call.flags for call in read.calls)
+    assert [call.raw.strip() in body for call in read.calls] == [True] * len(queries) and read.left_out == ()
+
+
+def test_tags_in_the_strings_of_a_second_object_are_text():
+    read = read_turn(hermes(f"{A}\n{TAGGED}\n{B}") + search("C"))
+    assert [c.arguments["query"] for c in read.calls] == ["A", "</tool_call> <tool_call>", "B", "C"]
+
+
+def test_strict_reading_runs_one_object_and_names_the_rest():
+    read = read_turn(hermes(f"{A}\n{B}"), lenient=False)
+    assert [call.arguments["query"] for call in read.calls] == ["A"] and read.calls[0].flags == ("trailing_text",)
+    assert read.flags == ("left_out",) and B in read.left_out[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds", "left"),
+    [
+        (hermes(f"{A}\nand then {B}"), "A", "and then"),
+        (hermes(f"{A} I will read it."), "A", "I will read it."),
+        (hermes(f"{A}\n[{B}]"), "A", "["),
+        (hermes(f"[{A}]\n{B}"), "!B", None),
+        (hermes(f"[{A}] junk"), "!", "junk"),
+        (hermes(f"{A}\n{{junk"), "A!", None),
+        (hermes(f"{A}\n{{'junk': }}\n{B}"), "A!", None),
+        (hermes(f'{A}\n{{"query": "B"}}'), "A!", None),
+        (hermes(f"{A}\n{B}\nso"), "AB", "so"),
+        (hermes(f"Here: {A}"), "!", None),
+        (f"{hermes(A)}\n{B}", "A", "a call without tags"),
+        (f"{B}\n{hermes(A)}", "A", "a call without tags"),
+        (f"{hermes(A)}\n```json\n{B}\n```", "A", "a call without tags"),
+        (f"<tool_call>{A}<think>hm</think>{B}</tool_call>", "A", "a call without tags"),
+        (f"{A} I will read it.", "A", "I will read it."),
+        (f"```json\n{A}\nI will read it.\n```", "A", "I will read it."),
+        (f"{A}\n{{junk", "A!", None),
+        (f"```json\n{A}\n{{junk\n```", "A!", None),
+        (hermes('{"name": "search", "arguments": {"query": "B", "query": "A"}}'), "A", "stands twice"),
+        (hermes(A[:-1] + ', "top_k": 5}'), "A", '{"top_k": 5} beside "name" and "arguments"'),
+        (hermes(A[:-1] + ', "parameters": {"query": "B"}}'), "A", "parameters"),
+        (f"{hermes(A)}<tool_response>x</tool_response>{hermes(B)}", "A", "what follows your own <tool_response>"),
+    ],
+)
+def test_nothing_beside_a_call_vanishes(text, kinds, left):
+    """Every object that was written runs, is an error of its own, or is named with a flag."""
+    read = read_turn(text)
+    found = "".join(c.arguments["query"] if isinstance(c, ToolCall) else "!" for c in read.calls)
+    assert found == kinds
+    assert (read.left_out == ()) is (left is None) and (read.flags == ()) is (left is None)
+    assert left is None or left in " ".join(read.left_out)
+
+
+def test_what_belongs_to_no_call_is_not_named():
+    for text in (
+        f"I will look it up.\n{hermes(A)}\nand then answer.",
+        f"<think>{hermes(B)} {{</think>{hermes(A)}",
+        f'{hermes(A)}\n```json\n{{"results": [1]}}\n```',
+        hermes(A) + "<|im_end|>\n",
+        f"{A}</tool_call>",
+        hermes(A[:-1] + ', "id": "call_1", "type": "function"}'),
+    ):
+        read = read_turn(text)
+        assert (read.left_out, read.flags, len(read.calls)) == ((), (), 1), text
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<search>A <think>hm</think> B</search>", '"B" before </search>'),
+        ("<search>A</search> B</search>", '"B" before </search>'),
+        ("<search>A</search>", None),
+        ("<search>A<search>B</search>", None),
+        ("say <search>A</search></search>", None),
+    ],
+)
+def test_a_query_parted_by_a_tag_is_named(text, left):
+    read = read_turn(text, "tag")
+    assert read.calls[0].arguments == {"query": "A"}
+    assert read.left_out == (() if left is None else (left,))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=5), st.sampled_from(["", "\n", ", ", "\n\n"]))
+def test_any_number_of_objects_is_read_in_order(queries, between):
+    bodies = [json.dumps({"name": "search", "arguments": {"query": query}}) for query in queries]
+    calls = parse_tool_calls(hermes(between.join(bodies)))
+    assert [call.arguments["query"] for call in calls] == [json.loads(json.dumps(q)) for q in queries]
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_arguments_cut_inside_their_string_are_no_call(reason):
+    """As OpenAI writes calls: the arguments are JSON in a string, which may be cut though all around it is closed."""
+    cut = hermes('{"name": "search", "arguments": "{\\"query\\": \\"pop"}')
+    error = only_error(cut, finish_reason=reason)
+    assert error.reason == "malformed_json" and '"arguments" is a string, and not valid JSON' in error.message
+    assert only_error(cut[: -len("</tool_call>")], finish_reason="length").reason == "truncated"
+
+
+def test_two_objects_cut_by_length_are_no_calls():
+    for text in (f"<tool_call>{A}\n{B[:-9]}", f"<tool_call>{A}\n{B}", f"{A}\n{B}", f"```json\n{A}\n{B}"):
+        assert only_error(text, finish_reason="length").reason == "truncated"
+    assert len(parse_tool_calls(hermes(f"{A}\n{B}"), finish_reason="length")) == 2
+
+
 def test_arguments_as_a_string_are_rendered_as_an_object():
     call = only_call(hermes('{"name": "search", "arguments": "{\\"query\\": \\"Treaty of Roskilde year\\"}"}'))
     assert call.arguments == {"query": "Treaty of Roskilde year"} and call.flags == ("string_arguments",)
@@ -347,6 +469,10 @@ HUGE = [
     ", ",
     '<tool_call>{"a": "\\',
     "<search>",
+    "{}",
+    "{'a':1}",
+    '{"a": 1} ',
+    '<tool_call>{"name": "a", "arguments": {}} {',
 ]
 
 

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
+from decimal import Decimal
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
+import numpy as np
+import pandas as pd
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_lite.mdp import Task
-from agentr1_lite.tools import EMPTY_RESULT, MAX_CHARS, MAX_THREADS, Tool, ToolResult, run_calls, tool
+from agentr1_lite.tools import EMPTY_RESULT, MAX_CHARS, MAX_THREADS, FunctionTool, Tool, ToolResult, run_calls, tool
 
 
 @tool(inline=True)
@@ -159,6 +169,225 @@ def test_validation_never_raises_and_never_half_passes(args):
     if error is None:
         assert search.validate_args(clean) == (clean, None)
         assert isinstance(clean["query"], str) and clean["query"].strip()
+
+
+def with_parameters(parameters, **definitions):
+    class Made(Tool):
+        name = "made"
+
+        def __init__(self):
+            self.parameters = {"type": "object", "properties": {"x": parameters}, "required": ["x"], **definitions}
+
+        def execute(self, args):
+            return str(args)
+
+    return Made()
+
+
+CITY = {"type": "object", "properties": {"name": {"$ref": "#/$defs/Name"}}, "required": ["name"]}
+REFERRED = {"$defs": {"City": CITY, "Name": {"type": "string", "maxLength": 6}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/City", "description": "where"}, {"name": "Oslo"}, {"name": "Bergen!!"}),
+        ({"$ref": "#/$defs/City"}, {"name": "Oslo"}, {}),
+        ({"allOf": [{"$ref": "#/$defs/Name"}], "title": "N"}, "Oslo", "Bergen!!"),
+        ({"type": "array", "items": {"$ref": "#/$defs/Name"}, "maxItems": 2}, ["Oslo"], ["Oslo", "Bergen!!"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/Name"}, "maxItems": 2}, ["a", "b"], ["a", "b", "c"]),
+        ({"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]}, None, {"name": 4.5e9}),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}], "enum": [3, "3"]}, "3", "4"),
+        ({"anyOf": [{"minimum": 3}, {"maximum": 1}], "type": "number"}, 0, 2),
+        ({"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, {"b": 1}, {"c": 1}),
+        ({"type": "object", "additionalProperties": {"type": "integer"}}, {"a": 1}, {"a": "one"}),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}, 0.5, 1),
+        ({"type": "string", "pattern": "^[a-z]+$"}, "abc", "Abc"),
+        ({"const": "north"}, "north", "south"),
+        ({"enum": [1, 2]}, 1, True),
+    ],
+    ids=range(14),
+)
+def test_what_a_schema_says_is_checked(parameters, good, bad):
+    """The verdicts are those of the ``jsonschema`` package, where it is here."""
+    made = with_parameters(parameters, **REFERRED)
+    assert made.validate_args({"x": good}) == ({"x": good}, None)
+    clean, error = made.validate_args({"x": bad})
+    assert clean == {} and "\n" not in error
+    assert "$ref" not in json.dumps(made.schema()) and "$defs" not in json.dumps(made.schema())
+    jsonschema = pytest.importorskip("jsonschema")
+    given_schema = {"type": "object", "properties": {"x": parameters}, **REFERRED}
+    for value, valid in ((good, True), (bad, False)):
+        assert jsonschema.Draft202012Validator(given_schema).is_valid({"x": value}) is valid
+        assert jsonschema.Draft202012Validator(dict(made.parameters)).is_valid({"x": value}) is valid
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"oneOf": [{"type": "string"}]}, "uses 'oneOf', which is not checked here"),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "uses 'allOf'"),
+        ({"not": {"type": "string"}}, "uses 'not'"),
+        ({"type": "object", "patternProperties": {}}, "uses 'patternProperties'"),
+        ({"type": "string", "nullable": True}, "uses 'nullable'"),
+        ({"if": {}, "then": {}}, "uses 'if'"),
+        ({"type": "array", "items": {"uniqueItems": True}}, '"x", items uses .uniqueItems.'),
+        ({"$ref": "#/$defs/Tree"}, "refers to itself by '#/\\$defs/Tree'"),
+        ({"$ref": "#"}, "refers to itself by '#'"),
+        ({"$ref": "#/$defs/Nobody"}, 'refers to "#/\\$defs/Nobody", which it does not hold'),
+        ({"$ref": "https://example.org/city.json"}, "which it does not hold"),
+        ({"$ref": 3}, "refers to 3"),
+        ({"$ref": "#/$defs/Name", "minLength": 2}, "has 'minLength' beside a reference"),
+        ({"type": "str"}, 'has type "str"; give one or several of string'),
+        ({"type": ["string", 3]}, "has type .*; give one or several"),
+        ({"type": "array", "items": [{"type": "string"}]}, "has items .*; give one schema"),
+        ({"anyOf": {"type": "string"}}, "has anyOf .*; give a list"),
+        ({"pattern": "("}, "has pattern .*; give a regular expression"),
+        ({"minimum": "1"}, "has minimum .*; give a number"),
+        (True, "is true; give an object such as"),
+    ],
+)
+def test_what_would_not_be_checked_is_refused_when_the_tool_is_made(parameters, words):
+    tree = {"type": "object", "properties": {"left": {"$ref": "#/$defs/Tree"}}}
+    definitions = {"$defs": {"Tree": tree, "Name": {"type": "string"}}}
+    with pytest.raises(TypeError, match=f"tool 'made': the schema of its arguments.*{words}") as caught:
+        with_parameters(parameters, **definitions)
+    assert "\n" not in str(caught.value)
+    whole = {"type": "object", "properties": {"x": parameters}, **definitions}
+    with pytest.raises(TypeError, match=words):
+        type("Made", (Tool,), {"name": "made", "parameters": whole, "execute": lambda self, args: ""})
+    with pytest.raises(TypeError, match=words):
+        FunctionTool(str, "made", "", whole)
+
+
+def test_the_arguments_of_a_tool_are_an_object():
+    for parameters in ({"type": "string"}, None, []):
+        with pytest.raises(TypeError, match="tool 'made': the schema of its arguments"):
+            FunctionTool(str, "made", "", parameters)
+    one_of = {"type": "object", "properties": {}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert FunctionTool(str, "made", "", one_of).validate_args({"c": 1})[1] == (
+        'Error: made: the arguments has no allowed form: {"c": 1}.'
+    )
+
+
+def test_hints_of_containers_are_checked_inside():
+    @tool
+    def book(seats: dict[str, int], notes: list, prices: dict, when: list[str] | None = None):
+        return "ok"
+
+    good = {"seats": {"a": 1}, "notes": [1, "x"], "prices": {"b": 2.5}, "when": None}
+    assert book.validate_args(good) == (good, None)
+    assert '"seats"."a" must be an integer' in book.validate_args({**good, "seats": {"a": "one"}})[1]
+    assert '"when" has no allowed form' in book.validate_args({**good, "when": [[]]})[1]
+
+
+async def later(x: str):
+    return x
+
+
+async def stream(x: str):
+    yield x
+
+
+def pieces(x: str):
+    yield x
+
+
+class Caller:
+    async def __call__(self, x: str):
+        return x
+
+
+@pytest.mark.parametrize("function", [later, stream, partial(later, x="a"), Caller(), pieces, partial(partial(pieces))])
+def test_what_gives_no_reply_at_once_is_refused_when_the_tool_is_made(function):
+    for build in (lambda: tool(name="late")(function), lambda: FunctionTool(function, "late", "", {})):
+        with pytest.raises(TypeError, match="tool 'late' is an async function; write|is a generator function; return"):
+            build()
+    plain_method = Caller.__call__ if isinstance(function, Caller) else function
+    for method in ("execute", "batch_execute", "reset", "validate_args"):
+        body = {"name": "late", "execute": lambda self, args: "", method: plain_method}
+        with pytest.raises(TypeError, match=f"tool 'late.{method}' is"):
+            type("Late", (Tool,), body)
+
+
+def test_callables_without_a_name_need_one():
+    def scaled(x: int, by: int = 2):
+        return x * by
+
+    assert run_calls([(tool(name="triple")(partial(scaled, by=3)), {"x": 2})])[0].content == "6"
+    with pytest.raises(TypeError, match="got partial without a name of its own; pass name="):
+        tool(partial(scaled, by=3))
+
+
+@dataclass
+class Page:
+    title: str
+
+
+class Color(str, Enum):
+    RED = "red"
+
+
+NO_DATA = [
+    lambda: later("x"),
+    lambda: [later("x")],
+    lambda: pieces("x"),
+    lambda: {1, 2},
+    lambda: {"a": object()},
+    lambda: Page("a"),
+    lambda: ValueError("returned, not raised"),
+    lambda: pd.DataFrame({"a": [1]}),
+    lambda: pd.Series([1]),
+    lambda: Path("x"),
+    lambda: Decimal("1.5"),
+    lambda: float("nan"),
+    lambda: [1.0, float("inf")],
+    lambda: np.float64("nan"),
+    lambda: np.array([1, float("nan")]),
+    lambda: {("a", "b"): 1},
+    lambda: 10**5000,
+    lambda: {"content": {1, 2}},
+    lambda: ToolResult(Page("a")),
+    lambda: len,
+    lambda: (n for n in [1]),
+]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("inline", [False, True])
+@pytest.mark.parametrize("function", NO_DATA, ids=range(len(NO_DATA)))
+def test_what_is_no_data_is_an_error_in_a_sentence(function, inline):
+    (result,) = run_calls([(make(function, inline=inline), {"x": "1"})])
+    assert (result.success, result.flags) == (False, ("raised",))
+    assert result.content.startswith("Error: <lambda> failed (TypeError: it returned no data: ")
+    assert "0x" not in result.content and len(result.content.splitlines()) == 1
+
+
+def test_a_tool_inside_a_running_loop_is_not_awaited():
+    """As in Jupyter, whose cells run inside a loop."""
+
+    async def cell():
+        return run_calls([(make(lambda: later("x"), inline=True), {"x": "1"})])[0]
+
+    assert asyncio.run(cell()).flags == ("raised",)
+
+
+@pytest.mark.parametrize(
+    ("function", "content"),
+    [
+        (lambda: np.int64(3), "3"),
+        (lambda: np.float32(0.5), "0.5"),
+        (lambda: np.bool_(True), "true"),
+        (lambda: {"a": np.arange(3)}, '{"a": [0, 1, 2]}'),
+        (lambda: torch.tensor([1, 2]), "[1, 2]"),
+        (lambda: MappingProxyType({"a": 1}), '{"a": 1}'),
+        (lambda: ("a", 1, None), '["a", 1, null]'),
+        (lambda: Color.RED, "red"),
+    ],
+)
+def test_numbers_and_arrays_of_libraries_are_data(function, content):
+    (result,) = run_calls([(make(function, inline=True), {"x": "1"})])
+    assert (result.content, result.success) == (content, True)
 
 
 def make(function, **options):

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -45,8 +45,24 @@ __all__ = [
 ]
 
 _TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list, "object": dict}
+_TYPES |= {"null": type(None)}
 _CONTROL = re.compile(r"<\|(\w+)\|>")
 _RESERVED = ("reset", "get_reward")  # names TRL gives a meaning of their own
+
+
+def _hint(schema: Mapping[str, Any]) -> Any:
+    """The type hint that says what a JSON schema says, as far as hints can."""
+    kinds = schema.get("type", [])
+    forms = schema.get("anyOf") or ([{**schema, "type": kind} for kind in kinds] if isinstance(kinds, list) else [])
+    if schema.get("enum"):
+        return Literal[tuple(schema["enum"])]
+    if forms:
+        return Union[tuple(_hint(form) for form in forms)]
+    if kinds == "array" and schema.get("items"):
+        return list[_hint(schema["items"])]
+    if kinds == "object" and isinstance(schema.get("additionalProperties"), Mapping):
+        return dict[str, _hint(schema["additionalProperties"])]
+    return _TYPES.get(kinds or "", Any)
 
 
 def _tool_method(tool: Tool) -> Callable[..., str]:
@@ -59,7 +75,7 @@ def _tool_method(tool: Tool) -> Callable[..., str]:
 
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", ())
-    hints = {name: _TYPES.get(schema.get("type"), str) for name, schema in properties.items()}
+    hints = {name: _hint(schema) for name, schema in properties.items()}
     call.__name__ = call.__qualname__ = tool.name
     call.__annotations__ = hints
     call.__signature__ = inspect.Signature(
@@ -74,7 +90,8 @@ def _tool_method(tool: Tool) -> Callable[..., str]:
             for name, hint in hints.items()
         ]
     )
-    arguments = "\n".join(f"    {name}: {properties[name].get('description', name)}" for name in hints)
+    notes = {name: " ".join(str(properties[name].get("description", name)).split()) for name in hints}
+    arguments = "\n".join(f"    {name}: {note}" for name, note in notes.items())
     call.__doc__ = f"{tool.description}\n\nArgs:\n{arguments}" if hints else tool.description
     return call
 
@@ -92,18 +109,17 @@ def environment_factory(env: ToolEnv, tasks: Iterable[Task], prefill: str = "") 
     class Episode:
         def __init__(self) -> None:
             self._env: ToolEnv | None = None
-            self._total = 0.0
             self._done = False
 
         def reset(self, **row: Any) -> None:
             """Start the episode of the row's ``task_id``; the prompt is the row's own."""
             self._env = env.fork()
             self._env.reset(by_id[row["task_id"]], seed=next(seeds))
-            self._total, self._done = 0.0, False
+            self._done = False
 
         def _step(self, text: str) -> str:
             step = self._env.step(text)
-            self._total, self._done = self._total + step.reward, step.done
+            self._done = step.done
             return "\n".join(message["content"] for message in step.observation)
 
         def _call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -118,9 +134,9 @@ def environment_factory(env: ToolEnv, tasks: Iterable[Task], prefill: str = "") 
             last = completion[-1] if completion else {}
             if not self._done and last.get("role") == "assistant" and not last.get("tool_calls"):
                 self._step(prefill + (last.get("content") or ""))
-            if not self._done:
-                self._total, self._done = self._total + self._env.finish(StopReason.LENGTH)[0], True
-            return self._total
+            self._env.finish(StopReason.LENGTH)
+            self._done = True
+            return self._env.total_reward
 
     for tool in env.tools:
         setattr(Episode, tool.name, _tool_method(tool))

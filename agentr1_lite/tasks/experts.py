@@ -81,10 +81,9 @@ def play_out(env: ToolEnv, task: Task, turns: Script, seed: int = 0) -> tuple[Ep
     """The episode in which ``turns`` speaks to its end, and its whole reward."""
     env = env.fork()
     env.reset(task, seed)
-    text, total = next(turns), 0.0
+    text = next(turns)
     while True:
         step = env.step(text)
-        total += step.reward
         if step.done:
-            return env.episode, total
+            return env.episode, env.total_reward
         text = turns.send("\n".join(message["content"] for message in step.observation))

@@ -100,11 +100,10 @@ def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, An
     env = env.fork()
     messages = list(env.reset(task, seed))
     turns = play(task, PLAYERS[player], rng)
-    text, result, reward = next(turns), None, 0.0
+    text = next(turns)
     while True:
         messages.append({"role": "assistant", "content": text})
         result = env.step(text)
-        reward += result.reward
         messages += result.observation
         if result.done:
             break
@@ -115,7 +114,7 @@ def record(env: ToolEnv, task: Task, player: str, seed: int = 0) -> dict[str, An
         "task": task.to_dict(),
         "tools": env.tool_schemas,
         "messages": messages,
-        "reward": reward,
+        "reward": env.total_reward,
         "reward_parts": result.info["reward_parts"],
         "answer": result.info["answer"],
         "stop_reason": result.info["stop_reason"].value,

@@ -181,7 +181,9 @@ class StepPlayer:
         self.state = environmental_transition(self.state, feedback)
         if follow is None:
             self._engine.close(self._row)
-            self._row, reward = None, reward + self.trajectory.reward
+            paid = sum(s.reward for s in self.steps) + reward  # shaping pays earlier turns at the end
+            late = sum(turn.process_reward for turn in self.trajectory.turns) - paid
+            self._row, reward = None, reward + self.trajectory.reward + late
         else:
             self._engine.extend(self._row, *follow)
         return replace(step, environmental=True, observation=record.observation, reward=reward, done=self.done)
