@@ -52,11 +52,11 @@ def make_policy(config: Config, device: Any = None) -> QwenPolicy:
 
 
 def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
-    """One split of the task, in the environment that the configuration describes."""
+    """One split of the task, in the environment that the configuration describes; what it leaves open is the task's."""
     environment = asdict(config.environment)
     environment["k"] = environment.pop("top_k")
     known = accepted_knobs(config.task.name)
-    options = {name: value for name, value in environment.items() if name in known}
+    options = {name: value for name, value in environment.items() if name in known and value is not None}
     if "rewards" in known:
         options["rewards"] = reward_spec(config.reward) or {"em": 0.0}
     try:

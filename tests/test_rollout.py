@@ -605,8 +605,9 @@ def test_sampling_beside_an_engine_is_the_engines_or_refused(options):
 
 def test_an_engine_of_something_else_is_refused():
     policy, env = tiny.policy(), tiny.EchoEnv()
+    other = LocalEngine(tiny.policy(model_seed=1), stop_strings=env.stop_strings)
     with pytest.raises(ValueError, match="samples from another policy"):
-        rollout(policy, env, tiny.tasks(1), engine=LocalEngine(tiny.policy(model_seed=1), stop_strings=env.stop_strings))
+        rollout(policy, env, tiny.tasks(1), engine=other)
     with pytest.raises(ValueError, match=r"ends turns at \[\], the environment at \['</search>', '</answer>'\]"):
         rollout(policy, env, tiny.tasks(1), engine=LocalEngine(policy))
     full = LocalEngine(policy, stop_strings=env.stop_strings, max_rows=1)
