@@ -12,7 +12,6 @@ from agentr1_lite.env import ToolEnv
 from agentr1_lite.jsonl import DataError, Problem
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage
-from agentr1_lite.settings import fold
 
 
 @dataclass
@@ -97,13 +96,13 @@ def _knobs(build: Builder) -> dict[str, object]:
     found = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     if len(found) < len(parameters):
         passed_on = inspect.signature(ToolEnv).parameters.values()
-        found = {**{p.name: p.default for p in passed_on if p.name != "tools"}, **found}
+        found |= {p.name: p.default for p in passed_on if p.name not in ("tools", *found)}
     return found
 
 
 def _builder(name: str) -> Builder:
-    """The builder of a task, whatever the case and punctuation of its name."""
-    known = next((one for one in names() if fold(one) == fold(name)), None)
+    """The builder of a task, whatever the case of its name."""
+    known = next((one for one in names() if one.casefold() == str(name).casefold()), None)
     if known is None:
         raise DataError(f"task {name!r} is unknown{_closest(name, names())}; choose one of {', '.join(names())}")
     if known not in _BUILDERS:
