@@ -341,8 +341,12 @@ def step_rows(total: int, size: int, step: int, seed: int, whole: bool = False) 
     ``whole``: the remainder of an epoch is left out instead of making a small step.
     """
     epoch, place = divmod(step, total // size if whole else math.ceil(total / size))
-    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(phase_seed(seed, epoch))).tolist()
-    return shuffled[place * size : (place + 1) * size]
+    return epoch_rows(total, epoch, seed)[place * size : (place + 1) * size]
+
+
+def epoch_rows(total: int, epoch: int, seed: int) -> list[int]:
+    """The order of ``total`` rows in an epoch."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(phase_seed(seed, epoch))).tolist()
 
 
 def phase_seed(seed: int, *parts: Any) -> int:

@@ -102,7 +102,7 @@ def _knobs(build: Builder) -> dict[str, object]:
 
 def _builder(name: str) -> Builder:
     """The builder of a task, whatever the case of its name."""
-    known = next((one for one in names() if one.casefold() == str(name).casefold()), None)
+    known = name if name in names() else next((n for n in names() if n.casefold() == str(name).casefold()), None)
     if known is None:
         raise DataError(f"task {name!r} is unknown{_closest(name, names())}; choose one of {', '.join(names())}")
     if known not in _BUILDERS:
