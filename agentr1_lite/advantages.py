@@ -8,14 +8,14 @@ nor λ can decay across a tool reply and no return is reset by one (verl#2337,
 verl#7278). `mask` (K, N) there only says where a row has ended.
 
 An estimator is one function ``(rewards, mask, *, …) -> (advantages, returns)``
-under one `@estimator` line; its keyword names say what it needs. Critic-free
+under one `@estimator` line; its keyword names say what it needs, so that one
+that names ``values`` is given a critic and ``training.algorithm`` takes its name. Critic-free
 estimators have no value target: their returns repeat the advantages, as in verl.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from agentr1_lite.credit import (
     whitened,
     zero_variance_share,
 )
+from agentr1_lite.settings import fold
 
 __all__ = [
     "ESTIMATORS",
@@ -44,6 +45,7 @@ __all__ = [
     "estimate",
     "estimator",
     "find",
+    "inputs",
     "move_rewards_to_actions",
     "names",
     "normalise_process_rewards",
@@ -63,16 +65,12 @@ class Advantages(NamedTuple):
     returns: Tensor
 
 
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "p")).replace("plusplus", "pp")
-
-
 def estimator(name: str, *aliases: str) -> Callable[[Callable[..., Pair]], Callable[..., Pair]]:
     """Register an estimator; names are found whatever their case and punctuation ("Dr. GRPO", "REINFORCE++")."""
 
     def register(function: Callable[..., Pair]) -> Callable[..., Pair]:
         ESTIMATORS[name] = function
-        _KEYS.update({_key(alias): name for alias in (name, *aliases)})
+        _KEYS.update({fold(alias): name for alias in (name, *aliases)})
         return function
 
     return register
@@ -85,9 +83,15 @@ def names() -> list[str]:
 
 def find(name: str) -> Callable[..., Pair]:
     """The estimator called ``name``, an alias included; raises ``ValueError`` listing the names."""
-    if _key(name) not in _KEYS:
+    if fold(name) not in _KEYS:
         raise ValueError(f"no estimator is called {name!r}; choose one of {', '.join(ESTIMATORS)}")
-    return ESTIMATORS[_KEYS[_key(name)]]
+    return ESTIMATORS[_KEYS[fold(name)]]
+
+
+def inputs(name: str) -> dict[str, inspect.Parameter]:
+    """What the estimator called ``name`` reads beside rewards and mask: ``values`` of a critic, ``baseline``, …"""
+    named = list(inspect.signature(find(name)).parameters.items())[2:]
+    return {key: p for key, p in named if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
 def _episode_scores(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> GroupScores:
@@ -347,7 +351,7 @@ def estimate(
         return Advantages(_like(torch.zeros_like(rewards), source), _like(torch.zeros_like(rewards), source))
     dense = Dense.of(mask, options.get("trajectory_index"))
     given |= dense_inputs(mask, dense, given)
-    advantages, returns = function(dense.pack(rewards), dense.pack(mask), **_arguments(name, function, given))
+    advantages, returns = function(dense.pack(rewards), dense.pack(mask), **_arguments(name, given))
     return Advantages(_like(dense.unpack(advantages), source), _like(dense.unpack(returns), source))
 
 
@@ -360,11 +364,11 @@ def _check_options(given: dict[str, Any]) -> None:
             raise ValueError(f"estimate: {name} is {given[name]}; it lies between 0 and 1")
 
 
-def _arguments(name: str, function: Callable[..., Pair], given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(name: str, given: dict[str, Any]) -> dict[str, Any]:
     """Those of ``given`` that the estimator's signature names; raises where one without a default is missing."""
-    named = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    chosen = {p.name: given[p.name] for p in named if given.get(p.name) is not None}
-    for p in named:
+    named = inputs(name)
+    chosen = {key: given[key] for key in named if given.get(key) is not None}
+    for p in named.values():
         if p.default is p.empty and p.name not in chosen:
             raise ValueError(f"estimate: {name!r} needs {p.name}; pass {p.name}=… (shapes: the docstring of estimate)")
     return chosen

@@ -28,7 +28,7 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, x.detach(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
-_DENOMINATORS: dict[str, Callable[[Tensor, int], float]] = {
+DENOMINATORS: dict[str, Callable[[Tensor, int], float]] = {
     "token-mean": lambda mask, length: mask.sum().item(),
     "token-sum": lambda mask, length: 1.0,
     "seq-mean-token-mean": lambda mask, length: mask.any(-1).sum().item(),
@@ -36,7 +36,7 @@ _DENOMINATORS: dict[str, Callable[[Tensor, int], float]] = {
     "seq-mean-token-sum-norm": lambda mask, length: mask.any(-1).sum().item() * length,
     "constant": lambda mask, length: mask.shape[0] * length,
 }
-AGGREGATIONS = tuple(_DENOMINATORS)
+AGGREGATIONS = tuple(DENOMINATORS)
 
 
 def normalizer_for(action_mask: Tensor, aggregation: str = "token-mean", max_length: int | None = None) -> float:
@@ -53,9 +53,9 @@ def normalizer_for(action_mask: Tensor, aggregation: str = "token-mean", max_len
 
     ``max_length`` is the longest response a run allows; without it T, which depends on the padding.
     """
-    if aggregation not in _DENOMINATORS:
-        raise ValueError(f"no aggregation is called {aggregation!r}; choose one of {', '.join(AGGREGATIONS)}")
-    return float(_DENOMINATORS[aggregation](action_mask.bool(), max_length or action_mask.shape[-1]))
+    if aggregation not in DENOMINATORS:
+        raise ValueError(f"no aggregation is called {aggregation!r}; choose one of {', '.join(DENOMINATORS)}")
+    return float(DENOMINATORS[aggregation](action_mask.bool(), max_length or action_mask.shape[-1]))
 
 
 def aggregate(
@@ -66,7 +66,7 @@ def aggregate(
     max_length: int | None = None,
 ) -> Tensor:
     """Masked (B, T) → scalar, as `normalizer_for` describes; 0 (verl: NaN) where no token is left."""
-    if normalizer is None or mode not in AGGREGATIONS:
+    if normalizer is None or mode not in DENOMINATORS:
         normalizer = normalizer_for(mask, mode, max_length)
     mask = mask.bool()
     loss_matrix = on_mask(loss_matrix, mask, "loss_matrix")

@@ -20,6 +20,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,25 @@ from tqdm.auto import tqdm
 
 from agentr1_lite.jsonl import DataError, write_text
 from agentr1_lite.storage import usual_modes
+
+
+@dataclass
+class Place:
+    """How far a phase has come, over all calls of it in a run.
+
+    Attributes:
+        step: optimiser steps so far.
+        epoch, row: where the next step starts in the order of the data.
+        data: `agentr1_lite.runlog.fingerprint` of that data; "" where an older version saved the run.
+        begun: ``step`` when the last call began; done: rows (trajectories, pairs, rollouts) that call has had.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    row: int = 0
+    data: str = ""
+    begun: int = 0
+    done: int = 0
 
 
 class CheckpointError(OSError):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from agentr1_lite.advantages import find
+from agentr1_lite.advantages import inputs
 from agentr1_lite.bridges import vllm
 from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
@@ -41,7 +41,7 @@ class Engines:
 
 
 class Episodes(NamedTuple):
-    """Trajectories of whole groups, and for ReMax the greedy return of each one's question."""
+    """Trajectories of whole groups, and for an estimator with a baseline the greedy return of each one's question."""
 
     trajectories: list[Trajectory]
     baselines: list[float] | None
@@ -86,7 +86,7 @@ def collect(
         for i, question, group in zip(flat, fresh, sample(fresh, seed + 1), strict=True):
             mine[i], groups[i] = question, group
     baselines = None
-    if find(config.algorithm).__name__ == "remax":
+    if "baseline" in inputs(config.algorithm):
         greedy = play(mine, Sampling(greedy=True), seed)
         baselines = share.gather([t.total_reward for t in greedy for _ in range(size)])
     return Episodes(share.gather([t for group in groups for t in group]), baselines)

@@ -8,13 +8,27 @@ messages are made from it, so a setting is described in one place.
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, make_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.settings import ConfigError, checked, dump_yaml, knob, parse_scalar, read_yaml, show
+from agentr1_lite.settings import (
+    Above,
+    ConfigError,
+    Names,
+    checked,
+    dump_yaml,
+    fold,
+    knob,
+    parse_scalar,
+    read_yaml,
+    show,
+)
 
 RECIPES = Path(__file__).parent / "recipes"
 ALGORITHMS = (
@@ -39,6 +53,9 @@ AGGREGATIONS = (
     "seq-mean-token-sum-norm",
     "constant",
 )
+LOSSES = ("ppo", "cispo", "reinforce")
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+CALL_FORMATS = ("hermes", "tag")
 # What other libraries call the same settings
 SYNONYMS = {
     "learning_rate": "lr",
@@ -51,6 +68,60 @@ SYNONYMS = {
     "epsilon": "clip_low",
     "max_grad_norm": "grad_clip",
 }
+
+
+def _registry(module: str, name: str) -> Callable[[], tuple[str, ...]]:
+    """The names in a registry of the package, whose module (and torch) is imported when they are asked for."""
+    return lambda: tuple(getattr(import_module(f"agentr1_lite.{module}"), name))
+
+
+def _algorithm(name: str) -> str | None:
+    """What an estimator is called here, by any of its names: "gae" is PPO."""
+    from agentr1_lite.advantages import find, names
+
+    try:
+        return next(one for one in (*ALGORITHMS, *names()) if find(one) is find(name))
+    except ValueError:
+        return None
+
+
+def _estimators() -> list[str]:
+    """The estimators that `ALGORITHMS` has no name for."""
+    from agentr1_lite.advantages import names
+
+    return [name for name in names() if _algorithm(name) == name]
+
+
+def _kl_estimator(name: str) -> str | None:
+    from agentr1_lite.losses import KL_ALIASES
+
+    plain, plus = name.removesuffix("+"), "+" if name.endswith("+") else ""
+    return next((known + plus for alias, known in KL_ALIASES.items() if fold(alias) == fold(plain)), None)
+
+
+def _kl_estimators() -> list[str]:
+    """Those with the gradient of k2."""
+    return [f"{name}+" for name in _registry("losses", "KL_ESTIMATORS")()]
+
+
+def preset(setting: str, value: Any) -> dict[str, Any]:
+    """The training settings that ``training.algorithm`` or ``training.loss`` stands for where it names a loss preset.
+
+    ``{}`` where it is an algorithm or loss itself: "gspo" is GRPO with GSPO's ratio, clip range and aggregation.
+    """
+    own = {"algorithm": Names(ALGORITHMS, _estimators), "loss": Names(LOSSES, _registry("losses", "KINDS"))}
+    if setting not in own or not isinstance(value, str) or fold(value) in map(fold, own[setting]):
+        return {}
+    from agentr1_lite.losses import PRESETS, policy_loss
+
+    name = next((name for name in PRESETS if fold(name) == fold(value)), None)
+    if name is None:
+        return {}
+    parameters = inspect.signature(policy_loss).parameters
+    usual = ("kind", "aggregation", "ratio", "clip_low", "clip_high", "dual_clip")
+    found = {**{key: parameters[key].default for key in usual}, **PRESETS[name]}
+    found["loss"] = found.pop("kind")
+    return {**found, "algorithm": "GRPO"} if setting == "algorithm" else found
 
 
 @dataclass
@@ -73,28 +144,46 @@ class TaskConfig:
 
 @dataclass
 class EnvironmentConfig:
-    call_format: str = knob("hermes", "How the policy writes a tool call.", choices=("hermes", "tag"))
-    max_turns: int = knob(5, "Turns an episode may take.", min=1, max=100, unit="turns")
-    max_turn_tokens: int = knob(1024, "Tokens the policy may write in one turn.", min=1, max=32768, unit="tokens")
-    max_response_tokens: int = knob(8192, "Tokens after the prompt in one episode.", min=1, max=131072, unit="tokens")
-    max_tool_tokens: int = knob(2048, "Tokens of one tool reply; the rest is cut.", min=16, max=32768, unit="tokens")
-    tool_timeout: float = knob(10.0, "Deadline of every tool call.", min=0.01, max=3600, unit="seconds")
-    parallel_calls: bool = knob(True, "Run every call of a turn; otherwise only the first.")
-    top_k: int = knob(3, "Passages a search returns.", min=1, max=100, unit="passages")
-    failing: float = knob(0.0, "Share of tool calls that fail at random.", min=0, max=1)
-    noisy: float = knob(0.0, "Share of searches that return unrelated passages.", min=0, max=1)
+    """None, everywhere, is the task's own: a task is the same world whether YAML or ``load_task`` asks for it."""
+
+    call_format: str | None = knob(
+        None,
+        "How the policy writes a tool call.",
+        choices=Names(CALL_FORMATS, _registry("toolcalls", "FORMATS")),
+    )
+    max_turns: int | None = knob(None, "Turns an episode may take.", min=1, max=100, unit="turns")
+    max_turn_tokens: int | None = knob(
+        None, "Tokens the policy may write in one turn.", min=1, max=32768, unit="tokens"
+    )
+    max_response_tokens: int | None = knob(
+        None, "Tokens after the prompt in one episode.", min=1, max=131072, unit="tokens"
+    )
+    max_tool_tokens: int | None = knob(
+        None, "Tokens of one tool reply; the rest is cut.", min=16, max=32768, unit="tokens"
+    )
+    tool_timeout: float | None = knob(None, "Deadline of every tool call.", min=0.01, max=3600, unit="seconds")
+    parallel_calls: bool | None = knob(None, "Run every call of a turn; otherwise only the first.")
+    top_k: int | None = knob(None, "Passages a search returns.", min=1, max=100, unit="passages")
+    failing: float | None = knob(None, "Share of tool calls that fail at random.", min=0, max=1)
+    noisy: float | None = knob(None, "Share of searches that return unrelated passages.", min=0, max=1)
 
 
 @dataclass
 class TrainingConfig:
-    algorithm: str = knob("GRPO", "How rewards become advantages.", choices=ALGORITHMS)
+    algorithm: str = knob(
+        "GRPO",
+        "How rewards become advantages; gspo, dapo or cispo is GRPO with the loss of that name.",
+        choices=Names(ALGORITHMS, _estimators, _algorithm),
+    )
     epochs: int = knob(1, "Passes over the training questions.", min=1, max=1000, unit="epochs")
     batch_size: int = knob(24, "Questions in one step.", min=1, max=4096, unit="questions")
     group_size: int = knob(8, "Rollouts of each question.", min=1, max=256, unit="rollouts")
     lr: float = knob(5e-4, "Learning rate of the policy.", min=0, max=0.1)
     critic_lr: float = knob(1e-3, "Learning rate of the critic (PPO).", min=0, max=0.1)
     optimizer: str = knob(
-        "auto", "AdamW, or its paged 8-bit form; auto takes that under a 4-bit base on a GPU.", choices=OPTIMIZERS
+        "auto",
+        "AdamW, or its paged 8-bit form; auto takes that under a 4-bit base on a GPU.",
+        choices=Names(OPTIMIZERS, _registry("optimizers", "OPTIMIZERS")),
     )
     weight_decay: float = knob(0.0, "Weight decay of AdamW.", min=0, max=1)
     warmup_steps: int = knob(0, "Steps over which the learning rate rises.", min=0, max=10000, unit="steps")
@@ -102,28 +191,42 @@ class TrainingConfig:
     temperature: float = knob(1.0, "Sampling temperature, also used in the update.", min=0.01, max=5)
     kl_weight: float = knob(0.001, "Weight of the KL divergence to the reference policy.", min=0, max=10)
     kl_estimator: str = knob(
-        "k3", "Estimator of that divergence in the loss; the reward takes k1.", choices=("k1", "k2", "k3", "abs")
+        "k3",
+        "Estimator of that divergence in the loss; the reward takes k1.",
+        choices=Names(KL_ESTIMATORS, _kl_estimators, _kl_estimator),
     )
     kl_in: str = knob(
         "auto",
         "Where the KL term enters: the reward, the loss, or the usual place of the algorithm.",
         choices=("auto", "reward", "loss"),
     )
-    kl_target: float | None = knob(None, "KL that the weight is adapted to; none keeps it fixed.", min=0, max=100)
+    kl_target: float | None = knob(
+        None, "KL that the weight is adapted to; none keeps it fixed.", min=Above(0), max=100
+    )
     clip_low: float = knob(0.2, "How far the ratio may fall below 1.", min=0, max=1)
     clip_high: float = knob(0.2, "How far the ratio may rise above 1.", min=0, max=10)
-    dual_clip: float | None = knob(3.0, "Bound on the loss of a bad action; none switches it off.", min=1, max=100)
+    dual_clip: float | None = knob(
+        3.0, "Bound on the loss of a bad action; none switches it off.", min=Above(1), max=100
+    )
     ratio: str = knob("token", "Ratio per token, or per sequence as in GSPO.", choices=("token", "sequence"))
-    loss: str = knob("ppo", "Policy loss.", choices=("ppo", "cispo", "reinforce"))
-    aggregation: str = knob("token-mean", "How token losses become one number.", choices=AGGREGATIONS)
+    loss: str = knob(
+        "ppo",
+        "Policy loss; the name of a preset (gspo, dapo, …) sets ratio, clip range and aggregation too.",
+        choices=Names(LOSSES, _registry("losses", "KINDS")),
+    )
+    aggregation: str = knob(
+        "token-mean",
+        "How token losses become one number.",
+        choices=Names(AGGREGATIONS, _registry("aggregation", "DENOMINATORS")),
+    )
     gamma: float = knob(1.0, "Discount of later rewards.", min=0, max=1)
     lam: float = knob(1.0, "GAE's trade of bias (0) against variance (1).", min=0, max=1)
     n_step: int = knob(4, "Rewards summed before the critic takes over (n-step).", min=1, max=4096, unit="tokens")
     step_weight: float = knob(1.0, "Weight of the step advantage (GiGPO).", min=0, max=100)
     whiten: bool = knob(True, "Whiten advantages over action tokens where the algorithm does.")
     entropy_weight: float = knob(0.0, "Weight of the entropy bonus.", min=0, max=1)
-    value_clip: float | None = knob(0.5, "Clip of a value update; none switches it off.", min=0, max=100)
-    grad_clip: float = knob(1.0, "Largest gradient norm.", min=0, max=1000)
+    value_clip: float | None = knob(0.5, "Clip of a value update; none switches it off.", min=Above(0), max=100)
+    grad_clip: float = knob(1.0, "Largest gradient norm; 0 does not clip.", min=0, max=1000)
     updates_per_batch: int = knob(1, "Passes over the rollouts of a step.", min=1, max=64, unit="passes")
     mini_batches: int = knob(1, "Optimiser steps in one such pass.", min=1, max=64, unit="steps")
     max_rows: int = knob(256, "Episodes decoded at once; bounds the memory of their cache.", min=1, max=4096)
@@ -161,6 +264,13 @@ class RewardConfig:
     shaping: float = knob(0.0, "Times the shaped reward r_final * shaping_gamma^(T-t).", min=0, max=100)
     shaping_gamma: float = knob(0.9, "Discount of the shaped reward.", min=0, max=1)
     kl_penalty: float = knob(0.0, "KL penalty per token inside the reward, beside kl_weight.", min=0, max=10)
+
+
+@functools.cache
+def _with_part(section: type[RewardConfig], name: str) -> type[RewardConfig]:
+    """``RewardConfig`` with a setting for the weight of one more registered part."""
+    weight = knob(0.0, f"Weight of the registered part {name}.")
+    return make_dataclass("RewardConfig", [(name, float, weight)], bases=(section,))
 
 
 @dataclass
@@ -235,7 +345,7 @@ class Config:
             _section(self, section, where(section))
             if not isinstance(values, Mapping | None):
                 raise ConfigError(f"{where(section)}: {section} is {show(values)}; expected a mapping of settings")
-            for name, value in (values or {}).items():
+            for name, value in sorted((values or {}).items(), key=lambda pair: _order(f"{section}.{pair[0]}")):
                 self._assign(section, str(name), value, where(section, name))
 
     def set(self, key: str, value: Any, where: str = "config") -> None:
@@ -250,11 +360,21 @@ class Config:
         part = _section(self, section, where)
         known = {item.name: item for item in fields(part)}
         if name not in known:
-            raise ConfigError(f"{where}: unknown key {section}.{name}; {_suggest(section, name, list(known))}")
+            parts = import_module("agentr1_lite.rewards").names() if section == "reward" else []
+            if name not in parts:
+                raise ConfigError(f"{where}: unknown key {section}.{name}; {_suggest(section, name, [*known, *parts])}")
+            part = self.reward = _with_part(type(part), name)(**asdict(part))
+            known = {item.name: item for item in fields(part)}
+        if section == "training" and (found := preset(name, value)):
+            for setting, meant in found.items():
+                self._assign(section, setting, meant, f"{where}: preset {value}")
+            return
         setattr(part, name, checked(part, known[name], value, f"{where}: {section}.{name}"))
 
     def check(self, source: str = "config") -> None:
         """Check every value again (it may have been assigned), and those that must fit each other."""
+        for name in ("algorithm", "loss"):  # a preset sets others, which are checked below
+            self._assign("training", name, getattr(self.training, name), source)
         for key, _, value in list(self.walk()):
             self._assign(*key.split("."), value, source)
         if self.model.quantization and not self.model.lora_rank:
@@ -317,7 +437,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     overrides = [overrides] if isinstance(overrides, str) else list(overrides)
     config = Config()
     config.update(data, source, lines)
-    for text in overrides:
+    for text in sorted(overrides, key=_order):
         key, equals, value = text.partition("=")
         if not equals or "." not in key:
             raise ConfigError(f"override {text!r} is not section.key=value, as in training.lr=1e-4")
@@ -338,6 +458,11 @@ def reward_spec(reward: RewardConfig) -> dict[str, Any]:
     if "shaping" in spec:
         spec["shaping"] = {"weight": spec["shaping"], "gamma": gamma}
     return spec
+
+
+def _order(setting: str) -> int:
+    """Settings that may name a preset come first: what is given beside them counts."""
+    return next((i for i, name in enumerate(("training.algorithm", "training.loss")) if setting.startswith(name)), 2)
 
 
 def _section(config: Config, name: Any, where: str) -> Any:

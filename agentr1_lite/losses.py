@@ -218,7 +218,7 @@ _KL: dict[str, Callable[[Tensor], Tensor]] = {
     "k2": lambda d: 0.5 * d * d,
     "k3": lambda d: (d.clamp(-20, 20).exp() - d.clamp(-20, 20) - 1).clamp(-10, 10),
 }
-_KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KL_ESTIMATORS = tuple(_KL)
 
 
@@ -237,7 +237,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, estimator: str = "k1", action_mas
     and takes k2's gradient. ``action_mask`` gives 0 off it.
     """
     base = estimator.removesuffix("+")
-    base = _KL_ALIASES.get(base, base)
+    base = KL_ALIASES.get(base, base)
     if base not in _KL:
         raise ValueError(
             f"kl: estimator is {estimator!r}; choose one of {', '.join(KL_ESTIMATORS)}, or with a + behind"

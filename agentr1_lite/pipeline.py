@@ -8,7 +8,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 
 from agentr1_lite import evaluation, guards
 from agentr1_lite.checkpoint import has_checkpoint
-from agentr1_lite.config import Config, ConfigError, reward_spec
+from agentr1_lite.config import Config, ConfigError, load_config, reward_spec
 from agentr1_lite.jsonl import write_text
 from agentr1_lite.policy import QwenPolicy
-from agentr1_lite.runlog import holds_run, remove_run
+from agentr1_lite.runlog import DATA, fingerprint, holds_run, remove_run
 from agentr1_lite.tasks import TaskSet, accepted_knobs, load_task
 from agentr1_lite.tasks.experts import EXPERTS
 from agentr1_lite.tasks.scripted import load_logs
@@ -55,11 +55,11 @@ def make_policy(config: Config, device: Any = None) -> QwenPolicy:
 
 
 def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
-    """One split of the task, in the environment that the configuration describes."""
+    """One split of the task, in the environment that the configuration describes; what it leaves open is the task's."""
     environment = asdict(config.environment)
     environment["k"] = environment.pop("top_k")
     known = accepted_knobs(config.task.name)
-    options = {name: value for name, value in environment.items() if name in known}
+    options = {name: value for name, value in environment.items() if name in known and value is not None}
     if "rewards" in known:
         options["rewards"] = {"em": 0.0, **reward_spec(config.reward)}  # EM is measured in any case
     try:
@@ -115,12 +115,23 @@ def train(
     for sentence in [*guards.memory(config), *guards.advice(config)]:
         warnings.warn(sentence, stacklevel=2)
     _check_folder(folder, resume, fresh)
+    if resume:
+        _keep_environment(config, folder)
     accelerator = accelerator or _processes()
     leads = accelerator is None or accelerator.is_main_process
     data, train_set, test_set = read_data(config), make_task(config, "train"), held_out(config)
+    marks = fingerprints(config, data, train_set, test_set)
     policy = make_policy(config, accelerator and accelerator.device)
     trainer = AgentR1Trainer(policy, config, callbacks=callbacks, accelerator=accelerator)
     plan = phases(config, trainer, train_set, data)
+    if resume:
+        if leads and not (folder / DATA).exists():
+            warnings.warn(
+                f"{folder} was begun by a version that kept no fingerprint of its data: whether questions and logs are "
+                "still those it began with cannot be told; from now on it is watched",
+                stacklevel=2,
+            )
+        trainer.log.check_same_data(marks, keep=leads)
     reports: dict[str, evaluation.Report] = {}
     options = evaluation_options(config)
 
@@ -144,7 +155,11 @@ def train(
         trainer.callbacks.append(Evaluations(test_set))
     if fresh and leads:
         remove_run(folder)
-    trainer.resume() if resume else trainer.open()
+    if resume:
+        _check_order(trainer.resume(), [name for name, _ in plan])
+    else:
+        trainer.open()
+        trainer.log.check_same_data(marks, keep=leads)
     seconds = {"setup": time.perf_counter() - started}
     for name in baselines(test_set):
         look(name, partial(evaluation.run_baseline, name, policy, test_set), not trainer.count)
@@ -184,12 +199,45 @@ def read_data(config: Config) -> dict[str, list[Any]]:
     return {phase: load_logs(file) for phase, file in files.items()}
 
 
+def fingerprints(config: Config, data: dict[str, list[Any]], train_set: TaskSet, test_set: TaskSet) -> dict[str, str]:
+    """`agentr1_lite.runlog.fingerprint` of all that a run learns from and is measured by, by what to call it."""
+    names = {"imitation": "demonstrations", "offline": "logs"}
+    rows = {names[phase]: found for phase, found in data.items()}
+    rows["training questions and passages"] = [*train_set.tasks, *train_set.passages]
+    how = [config.evaluation.temperature]
+    rows["questions, passages and temperature of the evaluation"] = [*test_set.tasks, *test_set.passages, *how]
+    return {name: fingerprint(found) for name, found in rows.items()}
+
+
+def _keep_environment(config: Config, folder: Path) -> None:
+    """What the configuration leaves open is what the run began with: an older one wrote down other defaults."""
+    began = load_config(folder / "config.yaml").environment
+    for item in fields(began):
+        if getattr(config.environment, item.name) is None:
+            setattr(config.environment, item.name, getattr(began, item.name))
+
+
+def _check_order(trainer: AgentR1Trainer, plan: list[str]) -> None:
+    """Raise ``ConfigError`` where the settings now leave out the open phase, or put another one before it."""
+    phase = trainer.phase
+    before = plan[: plan.index(phase)] if phase in plan else [phase]
+    if phase and (wrong := [name for name in before if name not in trainer.finished]):
+        word = "left out" if wrong == [phase] else f"to follow on {wrong[0]}, which was left out"
+        raise ConfigError(
+            f"run.output: {trainer.run_dir} stopped in phase {phase}, which is {word} now; resume with the settings it "
+            "had, or start a run of its own"
+        )
+
+
 def phases(config: Config, trainer: AgentR1Trainer, task_set: TaskSet, data: dict[str, list[Any]]) -> list[Phase]:
     """The phases to run, in order; the logs are encoded here."""
     work = {"imitation": trainer.pretrain, "offline": trainer.offline_rl}
     encoded = {phase: trainer.trajectories(rows) for phase, rows in data.items()}
     out: list[Phase] = [(phase, lambda phase=phase: work[phase](encoded[phase])) for phase in encoded]
-    if config.rlhf.online_rollouts != 0:
+    rollouts, size = config.rlhf.online_rollouts, config.training.group_size
+    if rollouts and rollouts < size:
+        raise ConfigError(f"rlhf.online_rollouts is {rollouts}; expected 0, or at least training.group_size {size}")
+    if rollouts != 0:
         out.append(("online", lambda: trainer.online_rl(task_set)))
     return out
 

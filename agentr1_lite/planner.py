@@ -328,7 +328,10 @@ def _machine(device: str, memory: float | None) -> tuple[str, float, float]:
 
 def plan_for(config: Config, gpu_memory_gib: float | None = None, *, prompt_tokens: int = PROMPT) -> Plan:
     """The plan of a configuration; the length of prompts is the task's, so it is not among the settings."""
+    from agentr1_lite.tasks import default_knobs
+
     model, training = config.model, config.training
+    response = config.environment.max_response_tokens or default_knobs(config.task.name)["max_response_tokens"]
     same = ("algorithm", "optimizer", "micro_batch_tokens", "batch_size", "group_size", "max_rows")
     return plan(
         model.base_model,
@@ -339,7 +342,7 @@ def plan_for(config: Config, gpu_memory_gib: float | None = None, *, prompt_toke
         lora_rank=model.lora_rank,
         gradient_checkpointing=model.gradient_checkpointing,
         prompt_tokens=prompt_tokens,
-        response_tokens=config.environment.max_response_tokens,
+        response_tokens=response,
         engine=training.engine,
         engine_memory=training.engine_memory,
         **{name: getattr(training, name) for name in same},

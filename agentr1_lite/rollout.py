@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from agentr1_lite.engine import Engine, EngineTurn, LocalEngine, Sampling
 from agentr1_lite.env import StepResult, ToolEnv
 from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory
 from agentr1_lite.policy import QwenPolicy
+from agentr1_lite.retrieval import is_count
 
 MAX_ROWS = 256
 LEAST_OBSERVATION = 16  # an observation cut below this many tokens says nothing
@@ -161,10 +162,10 @@ def rollout(
     tasks: Sequence[Task],
     *,
     group_size: int = 1,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     seed: int = 0,
-    greedy: bool = False,
-    top_p: float = 1.0,
+    greedy: bool | None = None,
+    top_p: float | None = None,
     max_batch: int | None = None,
     on_trajectory: Callable[[Trajectory], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -176,21 +177,30 @@ def rollout(
     logits, not on which rows it is batched with.
 
     Args:
-        temperature: of sampling; use the same in ``policy.log_probs``.
+        temperature: of sampling, 1 if not given; use the same in ``policy.log_probs``.
         greedy: always the likeliest token.
         top_p: nucleus sampling, for evaluation and chat only (see ``Sampling``).
         max_batch: rows decoded at once, 256 if not given; bounds the cache's memory.
         on_trajectory: called with each trajectory as it ends.
         progress: called with (episodes ended, episodes in all).
-        engine: another engine; the local one if not given.
+        engine: another engine, which samples as it was made to; the local one if not given.
+
+    Raises:
+        ValueError: a count that is none, or an ``engine`` made for another policy, sampling or environment.
     """
+    for name, count in (("group_size", group_size), ("max_batch", max_batch)):
+        if count is not None and not is_count(count):
+            raise ValueError(f"rollout: {name} is {count!r}; give a whole number of at least 1")
     total = len(tasks) * group_size
     trajectories: list[Trajectory | None] = [None] * total
     rows = max(1, min(total, max_batch or MAX_ROWS))
+    asked = {"temperature": temperature, "greedy": greedy, "top_p": top_p}
+    asked = {name: value for name, value in asked.items() if value is not None}
     if engine is None:
-        sampling = Sampling(temperature, greedy, top_p)
         options = {"stop_strings": env.stop_strings, "max_rows": rows, "slots": row_slots(policy, env)}
-        engine = LocalEngine(policy, sampling=sampling, **options)
+        engine = LocalEngine(policy, sampling=Sampling(**asked), **options)
+    else:
+        _check_engine(engine, policy, env, asked)
     waiting = _episodes(policy, env, tasks, group_size, seed)
     playing: dict[int, Episode] = {}
     ended = 0
@@ -207,7 +217,10 @@ def rollout(
     try:
         while ended < total:
             new: list[Episode] = []
-            for episode in itertools.islice(waiting, engine.free_rows):
+            free = engine.free_rows if max_batch is None else min(engine.free_rows, rows - len(playing))
+            if not playing and free < 1:
+                raise ValueError("rollout: every row of the engine is open; close those of other rollouts first")
+            for episode in itertools.islice(waiting, free):
                 finish(episode) if episode.done else new.append(episode)
             opened = engine.open(
                 [e.prompt for e in new], [e.trajectory.seed for e in new], [e.turn_limit() for e in new]
@@ -227,6 +240,23 @@ def rollout(
     return [trajectory for trajectory in trajectories if trajectory is not None]
 
 
+def _check_engine(engine: Engine, policy: QwenPolicy, env: ToolEnv, asked: dict[str, Any]) -> None:
+    """Refuse what an engine that is already made would do otherwise than ``rollout`` was asked."""
+    sampling = getattr(engine, "sampling", None)
+    if asked and (sampling is None or replace(sampling, **asked) != sampling):
+        given = ", ".join(f"{name}={value}" for name, value in asked.items())
+        how = f"samples by {sampling}" if sampling else "does not say how it samples"
+        raise ValueError(f"rollout: {given} was given beside an engine that {how}; make the engine so, or leave it out")
+    if getattr(engine, "policy", policy) is not policy:
+        raise ValueError("rollout: the engine samples from another policy; make one for the policy that is given")
+    stops = getattr(engine, "stop_strings", env.stop_strings)
+    if {*stops} - {""} != {*env.stop_strings} - {""}:
+        raise ValueError(
+            f"rollout: the engine ends turns at {list(stops)}, the environment at {list(env.stop_strings)}; "
+            "make the engine with stop_strings=env.stop_strings"
+        )
+
+
 def _episodes(policy: QwenPolicy, env: ToolEnv, tasks: Sequence[Task], group_size: int, seed: int) -> Iterator[Episode]:
     for i, task in enumerate(tasks):
         for j in range(group_size):
@@ -237,6 +267,8 @@ def _episodes(policy: QwenPolicy, env: ToolEnv, tasks: Sequence[Task], group_siz
 
 def collect_trajectory(env: ToolEnv, policy: QwenPolicy, task: Task | None = None, **options: Any) -> Trajectory:
     """Play one episode; without ``task`` one of the environment's own. ``options`` are those of ``rollout``."""
+    if options.get("group_size", 1) != 1:
+        raise ValueError("collect_trajectory plays one episode; for a group call rollout(…, group_size=…)")
     if task is None:
         known = env.tasks or ([env.task] if env.task is not None else [])
         if not known:

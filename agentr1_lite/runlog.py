@@ -6,6 +6,7 @@ can drop what the killed one wrote after its last checkpoint.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
@@ -16,11 +17,12 @@ from typing import Any
 
 from agentr1_lite.config import Config, ConfigError, load_config
 from agentr1_lite.jsonl import read_rows, write_rows, write_text
-from agentr1_lite.mdp import Trajectory, save_jsonl
+from agentr1_lite.mdp import Task, Trajectory, save_jsonl
 from agentr1_lite.versions import versions
 
 ROWS = ("metrics.jsonl", "doctor.jsonl", "changes.jsonl", "evaluations.jsonl")
-FILES = (*ROWS, "config.yaml", "versions.json", "summary.json", "report.html")
+DATA = "data.json"
+FILES = (*ROWS, "config.yaml", DATA, "versions.json", "summary.json", "report.html")
 FOLDERS = ("checkpoints", "trajectories", "evaluation", "policy")
 FORMER = ".former"
 
@@ -35,6 +37,20 @@ def remove_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
     for name in FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def fingerprint(rows: Iterable[Any]) -> str:
+    """A checksum of what a run learns from or is measured by: other rows, or another order, give another."""
+    digest = hashlib.sha256()
+    for row in rows:
+        if isinstance(row, Task):
+            row = row.question, row.golds, row.evidence
+        elif isinstance(row, Trajectory):
+            row = row.task_id, row.total_reward, [(s.token_ids, s.action_mask) for s in row.segments]
+        elif isinstance(row, tuple):  # a pair of trajectories
+            row = fingerprint(row)
+        digest.update(f"{row!r}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:16]
 
 
 class RunLog:
@@ -76,7 +92,7 @@ class RunLog:
         """Record a step: ``place`` is its phase, step and count; settings changed since the last one are noted."""
         now = _settings(config)
         for setting, value in now.items():
-            if value != self._seen[setting]:
+            if value != self._seen.get(setting):
                 self.add("changes.jsonl", {**place, "setting": setting, "value": value})
         self._seen = now
         if trajectories is not None:
@@ -100,17 +116,38 @@ class RunLog:
                 said = f"run.output: {self.folder} began with model.{name} {former}, not {now}"
                 raise ConfigError(f"{said}; resume with the former, or start a run of its own")
 
-    def resume(self, count: int, config: Config) -> None:
-        """Make the changes again that the run's settings had seen up to step ``count``.
+    def check_same_data(self, marks: Mapping[str, str], keep: bool = True) -> None:
+        """Keep the `fingerprint` of each data set of the run; ``ConfigError`` where it began with others."""
+        path = self.folder / DATA
+        former = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for name, mark in marks.items():
+            if former.get(name, mark) != mark:
+                raise ConfigError(
+                    f"run.output: the {name} are not those that {self.folder} began with, so its steps and scores "
+                    "would not belong together; put the former back, or start a run of its own"
+                )
+        if keep:
+            write_text(path, json.dumps({**marks, **former}, indent=1) + "\n")
 
-        What ``config`` sets otherwise than the run began with is noted as a change with the next step.
+    def resume(self, count: int, config: Config, ended: Iterable[str] = ()) -> Config:
+        """Make the changes again that the run's settings had seen up to step ``count``, but for what is now asked for.
+
+        What ``config`` sets otherwise than the run began with is noted as a change with the next step; a setting of a
+        phase that has ``ended`` could not act and raises ``ConfigError``. Returns the settings of step ``count``.
         """
         began = load_config(self.folder / "config.yaml")
+        first, now = _settings(began), _settings(config)
+        asked = {name for name, value in now.items() if value != first.get(name)}
+        for name, phase in ((name, phase) for name in sorted(asked) for phase in ended):
+            if name.startswith(f"rlhf.{phase}_"):
+                said = f"{name} is {now[name]} and was {first[name]}, but phase {phase} of {self.folder} has ended"
+                raise ConfigError(f"{said}; resume with the former, or start a run of its own")
         for row in self.rows("changes.jsonl"):
             if row["count"] <= count:
-                for changed in (began, config):
+                for changed in [began] if row["setting"] in asked else [began, config]:
                     changed.set(row["setting"], row["value"], f"{self.folder / 'changes.jsonl'}")
         self._seen = _settings(began)
+        return began
 
     def drop_after(self, count: int) -> None:
         """Forget what was recorded after step ``count``: those steps are run again."""

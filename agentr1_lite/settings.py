@@ -12,7 +12,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import Field, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,44 @@ class ConfigError(ValueError):
     """A setting is wrong: one sentence with its place, its value and what is allowed."""
 
 
-def knob(default: Any, help: str, *, min: Any = None, max: Any = None, unit: str = "", choices: tuple = ()) -> Any:
+class Above(float):
+    """A lower bound that is itself not allowed."""
+
+
+class Names(Sequence[str]):
+    """Choices that a registry holds: ``shown`` ones first, then what was registered besides, read whenever asked.
+
+    Args:
+        registered: the names of the registry; imported when a name is not among ``shown``.
+        resolve: any name that the registry knows, an alias included → the one of these that means the same.
+    """
+
+    def __init__(
+        self,
+        shown: Sequence[str],
+        registered: Callable[[], Sequence[str]],
+        resolve: Callable[[str], str | None] = lambda name: None,
+    ) -> None:
+        self.shown, self.registered, self.resolve = tuple(shown), registered, resolve
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.shown
+        known = {fold(name) for name in self.shown}
+        yield from (name for name in self.registered() if fold(name) not in known)
+
+    def __getitem__(self, place: Any) -> Any:
+        return tuple(iter(self))[place]
+
+    def __len__(self) -> int:
+        return len(tuple(iter(self)))  # without iter, tuple asks for the length first
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def knob(
+    default: Any, help: str, *, min: Any = None, max: Any = None, unit: str = "", choices: Sequence[str] = ()
+) -> Any:
     """A dataclass field with the metadata that panels and error messages are made from."""
     metadata = {"help": help, "min": min, "max": max, "unit": unit, "choices": choices}
     if isinstance(default, dict):
@@ -53,7 +90,7 @@ def allowed(section: Any, item: Field) -> str:
     if choices:
         words = ("one of " if len(choices) > 1 else "") + ", ".join(choices)
     elif low is not None:
-        words += f" from {low:.10g} to {high:.10g}"
+        words += f" {'above' if isinstance(low, Above) else 'from'} {low:.10g} to {high:.10g}"
     return words + (" or none" if optional else "")
 
 
@@ -66,12 +103,19 @@ def checked(section: Any, item: Field, value: Any, where: str) -> Any:
     try:
         result = _CONVERT[kind](value)
         if choices:
-            return next(choice for choice in choices if fold(choice) == fold(result))
-        if low is not None and not low <= result <= high:
+            return choice(choices, result)
+        if low is not None and (not low <= result <= high or isinstance(low, Above) and result == low):
             raise ValueError
-    except (TypeError, ValueError, OverflowError, RecursionError, StopIteration):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         raise ConfigError(f"{where} is {show(value)}; expected {allowed(section, item)}") from None
     return result
+
+
+def choice(choices: Sequence[str], name: str) -> str:
+    """The one of ``choices`` that ``name`` means, whatever its case and punctuation; ``ValueError`` for none."""
+    found = next((one for one in choices if fold(one) == fold(name)), None)
+    found = choices.resolve(name) if found is None and isinstance(choices, Names) else found
+    return _wrong() if found is None else found
 
 
 def _bool(value: Any) -> bool:
@@ -126,7 +170,7 @@ _CONVERT = {bool: _bool, int: _int, float: _float, str: _text, dict: _mapping}
 
 def fold(choice: str) -> str:
     """``Dr. GRPO``, ``dr_grpo`` and ``DR-GRPO`` name one choice; so do ``REINFORCE++`` and ``reinforce_pp``."""
-    return re.sub(r"[^a-z0-9]", "", choice.lower().replace("+", "p")).replace("plusplus", "pp")
+    return re.sub(r"[\W_]", "", choice.casefold().replace("+", "p")).replace("plusplus", "pp")
 
 
 def show(value: Any) -> str:

@@ -3,11 +3,19 @@
 Every random choice (questions of a step, order of demonstrations, sampling
 noise) is a function of the run's seed, the phase and the step, so a run that
 was killed continues to the numbers of one that was not.
+
+A phase goes on where its last call stopped: steps are counted on, and questions,
+epochs and noise follow those of the calls before; data that is new to it begins
+with an epoch of its own. Optimiser and reference are those of the phase: they are
+made anew where it is entered from another one, and kept by calls that follow each
+other. The learning rate of phases 1 and 2 falls over the steps of each call;
+warm-ups of phase 3 count the steps of the phase.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +28,7 @@ from tqdm.auto import tqdm
 
 from agentr1_lite import update
 from agentr1_lite.batch import Batch, collate
-from agentr1_lite.checkpoint import interruptible, load_checkpoint, restore_random_state, save_checkpoint
+from agentr1_lite.checkpoint import Place, interruptible, load_checkpoint, restore_random_state, save_checkpoint
 from agentr1_lite.collect import Engines, collect
 from agentr1_lite.config import Config, ConfigError, load_config
 from agentr1_lite.doctor import Doctor
@@ -31,7 +39,7 @@ from agentr1_lite.mdp import Task, Trajectory
 from agentr1_lite.optimizers import LossScale, make_optimizer, optimizer_name
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.preferences import dpo_pairs, dpo_step
-from agentr1_lite.runlog import RunLog
+from agentr1_lite.runlog import RunLog, fingerprint
 from agentr1_lite.tasks.scripted import encode_log, load_logs
 
 Metrics = dict[str, float]
@@ -58,7 +66,8 @@ class AgentR1Trainer:
         accelerator: an `accelerate.Accelerator`; with several processes each does its share of every batch.
 
     Settings are read at every step, so changing ``trainer.config.training.lr`` takes effect on the next one.
-    ``phase`` is the one that is open ("" between phases), ``step`` its steps so far, ``count`` those of the run.
+    ``phase`` is the one that is open ("" between calls), ``step`` the steps of the last one, over all calls of it,
+    ``count`` those of the run.
     """
 
     def __init__(
@@ -82,6 +91,8 @@ class AgentR1Trainer:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self.loss_scale = LossScale.of(policy.causal.dtype)
         self.phase, self.step, self.count = "", 0, 0
+        self.places: dict[str, Place] = {}
+        self._entered = ""  # the phase that optimisers and reference belong to
         self.finished: list[str] = []
         self.stop_requested, self._opened = False, False
         self._ended_before: list[str] = []  # phases of a resumed run: the next call of each does nothing
@@ -97,13 +108,13 @@ class AgentR1Trainer:
         SFTTrainer takes the same masks (`agentr1_lite.bridges.trl.run_sft`) but costs more than the model here.
         """
         data, rlhf = self.trajectories(sft_dataset), self.config.rlhf
-        steps = (rlhf.imitation_epochs if epochs is None else epochs) * math.ceil(len(data) / rlhf.logs_per_step)
+        epochs = _whole("pretrain", "epochs", rlhf.imitation_epochs if epochs is None else epochs)
 
-        def step(index: int) -> Metrics:
-            batch = self._collate([data[i] for i in self._slice(len(data), rlhf.logs_per_step, index)])
-            return self._imitate(batch, torch.ones(len(batch)), rlhf.imitation_lr * update.decay(index, steps))
+        def step(chosen: list[int], decay: float) -> Metrics:
+            batch = self._collate([data[i] for i in chosen])
+            return self._imitate(batch, torch.ones(len(batch)), rlhf.imitation_lr * decay)
 
-        return self._run("imitation", steps, step)
+        return self._run("imitation", data, epochs * len(data), lambda left: min(left, rlhf.logs_per_step), step)
 
     def offline_rl(self, logs: Sequence[Any] | str | Path | None = None, *, epochs: int | None = None) -> list[Metrics]:
         """Phase 2: learn from logged trajectories what paid off.
@@ -112,64 +123,74 @@ class AgentR1Trainer:
         better of two logs of one question (`agentr1_lite.preferences`).
         """
         data, rlhf = self.trajectories(self.config.rlhf.offline_data if logs is None else logs), self.config.rlhf
-        epochs, size = rlhf.offline_epochs if epochs is None else epochs, rlhf.logs_per_step
+        epochs = _whole("offline_rl", "epochs", rlhf.offline_epochs if epochs is None else epochs)
         if rlhf.offline_algorithm == "dpo":
-            return self._prefer(data, epochs, max(1, size // 2))
+            return self._prefer(data, epochs)
         rewards = torch.tensor([t.total_reward for t in data])
         baselines = torch.tensor(update.group_baselines(rewards.tolist(), [t.task_id for t in data]))
         weights = awr_weights(rewards - baselines, rlhf.offline_beta)
-        steps = epochs * math.ceil(len(data) / size)
 
-        def step(index: int) -> Metrics:
-            chosen = self._slice(len(data), size, index)
+        def step(chosen: list[int], decay: float) -> Metrics:
             batch = self._collate([data[i] for i in chosen])
             by_row = weights[chosen][batch.trajectory_index.cpu()]
-            metrics = self._imitate(batch, by_row, rlhf.offline_lr * update.decay(index, steps))
+            metrics = self._imitate(batch, by_row, rlhf.offline_lr * decay)
             return {**metrics, "weight_mean": float(by_row.mean()), "reward": float(rewards[chosen].mean())}
 
-        return self._run("offline", steps, step)
+        return self._run("offline", data, epochs * len(data), lambda left: min(left, rlhf.logs_per_step), step)
 
-    def _prefer(self, data: list[Trajectory], epochs: int, size: int) -> list[Metrics]:
+    def _prefer(self, data: list[Trajectory], epochs: int) -> list[Metrics]:
         rlhf, pairs = self.config.rlhf, dpo_pairs(data)
         if not pairs:
             raise ValueError("offline_rl: no two logs of one question earned differently; DPO needs such pairs")
-        steps = epochs * math.ceil(len(pairs) / size)
 
-        def step(index: int) -> Metrics:
-            chosen = [pairs[i] for i in self._slice(len(pairs), size, index)]
+        def step(chosen: list[int], decay: float) -> Metrics:
             budget = self.config.training.micro_batch_tokens
-            stats = dpo_step(self.policy, chosen, beta=rlhf.offline_beta, max_tokens=budget, **self._shared)
-            return {**stats, "grad_norm": self._apply("actor", rlhf.offline_lr * update.decay(index, steps))}
+            picked = [pairs[i] for i in chosen]
+            stats = dpo_step(self.policy, picked, beta=rlhf.offline_beta, max_tokens=budget, **self._shared)
+            return {**stats, "grad_norm": self._apply("actor", rlhf.offline_lr * decay)}
 
-        return self._run("offline", steps, step)
+        def size(left: int) -> int:
+            return min(left, max(1, rlhf.logs_per_step // 2))
+
+        return self._run("offline", pairs, epochs * len(pairs), size, step)
 
     def online_rl(
         self, env: Any, n_rollouts: int | None = None, *, tasks: Sequence[Task] | None = None
     ) -> list[Metrics]:
         """Phase 3: sample, score, estimate, update, by the algorithm that ``config.training`` names.
 
-        ``env``: a `ToolEnv` with tasks, or what `load_task` returns. ``n_rollouts`` is the number of episodes
-        in all, in whole steps; without it the configuration decides.
+        ``env``: a `ToolEnv` with tasks, or what `load_task` returns. ``n_rollouts`` is the number of episodes of
+        this call, in whole groups; the last step is as small as what is left of it. Without it the configuration
+        decides. 0 trains nothing.
         """
         tasks, training = list(tasks if tasks is not None else env.tasks), self.config.training
         env = getattr(env, "env", env)
         if not tasks:
             raise ValueError("online_rl: there is no task to train on; pass tasks=, or load them with load_task")
         total = self.config.rlhf.online_rollouts if n_rollouts is None else n_rollouts
-        most = len(tasks) if total is None else max(1, total // training.group_size)
-        questions = min(training.batch_size, len(tasks), most)
-        per_step = questions * training.group_size
-        steps = training.epochs * (len(tasks) // questions) if total is None else max(1, total // per_step)
+        if total is None:
+            questions = min(training.batch_size, len(tasks))
+            total = training.epochs * (len(tasks) // questions * questions) * training.group_size
+        total = _whole("online_rl", "n_rollouts", total)
+        if 0 < total < training.group_size:
+            raise ValueError(
+                f"online_rl: n_rollouts is {total}, less than one group of training.group_size {training.group_size}; "
+                "give at least that many, or 0 to train nothing"
+            )
+        if not total:
+            return []
         if update.needs_critic(training.algorithm):
             self.policy.add_critic()
         self.doctor.has_tools = bool(getattr(env, "tools", True))
         self._engine(training, self._share)
 
-        def step(index: int) -> Metrics:
-            size = min(self.config.training.batch_size, questions)
-            return self._online_step(env, tasks, self._slice(len(tasks), size, index, whole=True), index)
+        def size(left: int) -> int:
+            return min(training.batch_size, len(tasks), left // training.group_size)
 
-        return self._run("online", steps, step)
+        def step(chosen: list[int], decay: float) -> Metrics:
+            return self._online_step(env, tasks, chosen, self.step)
+
+        return self._run("online", tasks, total, size, step)
 
     # One step of each
 
@@ -232,20 +253,31 @@ class AgentR1Trainer:
 
     # The loop around a step
 
-    def _run(self, phase: str, steps: int, step: Callable[[int], Metrics]) -> list[Metrics]:
-        if phase in self._ended_before:
-            self._ended_before.remove(phase)
-            last = self.finished[-1] == phase and not self.phase
-            if not last or self.step >= steps:
-                return []
-            self.finished.pop()
-            self.phase = phase  # the run ended with this phase, and is asked for more of it
-        self._begin(phase)
-        history, quiet = [], not (self.config.run.progress and self._leads)
-        with interruptible(self), tqdm(total=steps, desc=phase, initial=self.step, disable=quiet) as bar:
-            while self.step < steps and not self._stopping():
-                started = time.perf_counter()
-                metrics = step(self.step)
+    def _run(
+        self,
+        phase: str,
+        data: Sequence[Any],
+        total: int,
+        size: Callable[[int], int],
+        step: Callable[[list[int], float], Metrics],
+    ) -> list[Metrics]:
+        """Steps of a phase until ``total`` rows (in phase 3 rollouts) of this call are done.
+
+        Args:
+            size: rows left → how many of ``data`` the next step takes, 0 at the end.
+            step: their numbers, and the factor of a falling learning rate → metrics.
+        """
+        if not total or not self._begin(phase, data, total, size):
+            return []
+        place, history, quiet = self.places[phase], [], not (self.config.run.progress and self._leads)
+        steps, done = self._steps_left(place, len(data), total, size), place.step - place.begun
+        with interruptible(self), tqdm(total=done + steps, desc=phase, initial=done, disable=quiet) as bar:
+            while size(total - place.done) and not self._stopping():
+                started, worth = time.perf_counter(), self._worth
+                chosen, epoch, row = self._draw(place, len(data), size(total - place.done))
+                done = place.step - place.begun
+                metrics = step(chosen, update.decay(done, done + self._steps_left(place, len(data), total, size)))
+                place.epoch, place.row, place.done = epoch, row, place.done + len(chosen) * worth
                 metrics["seconds"] = time.perf_counter() - started
                 history.append(metrics)
                 self._record(metrics)
@@ -262,15 +294,69 @@ class AgentR1Trainer:
         self._tell("on_phase", phase, True)
         return history
 
-    def _begin(self, phase: str) -> None:
-        """Enter a phase, or go on in it: its optimiser starts empty, its reference is the policy as it now is."""
-        self.open()
+    def _begin(self, phase: str, data: Sequence[Any], total: int, size: Callable[[int], int]) -> bool:
+        """Enter a phase, or go on in it; False where the call had ended before the run was resumed.
+
+        Entered from another phase, its optimiser starts empty and its reference is the policy as it now is.
+        """
+        place = self.places.setdefault(phase, Place())
+        if place.epoch < 0:  # saved by an older version, which kept the number of steps alone
+            self._reckon(phase, place, len(data), size(total))
+        if phase in self._ended_before:
+            self._ended_before.remove(phase)
+            last = self.finished[-1] == phase and phase not in self._ended_before and not self.phase
+            if not last or not size(total - place.done):
+                return False
+            self.finished.pop()
+            self.phase = phase  # the run ended with this phase, and is asked for more of it
+        mark = fingerprint(data)
+        if self.phase == phase and place.data not in ("", mark):
+            raise ValueError(
+                f"phase {phase} of {self.run_dir} stopped after step {place.step} in other data than it is given now; "
+                "go on with the former, or start a run of its own"
+            )
         if self.phase != phase:
-            self.phase, self.step = phase, 0
+            place.begun, place.done = place.step, 0
+            if place.row and (phase != "online" or place.data != mark):
+                place.epoch, place.row = place.epoch + 1, 0
+        self.open()
+        self.phase, self.step, place.data = phase, place.step, mark
+        if self._entered != phase:
+            self._entered = phase
             self.optimizers.clear()
             self.policy.freeze_reference()
         self.stop_requested, self.findings = False, []
         self._tell("on_phase", phase, False)
+        return True
+
+    def _reckon(self, phase: str, place: Place, rows: int, size: int) -> None:
+        """Where so many steps of one size have led."""
+        place.epoch, at = divmod(place.step, rows // size if phase == "online" else math.ceil(rows / size))
+        place.row = at * size
+        place.done = place.step * size * self.config.training.group_size
+        if phase != "online":
+            place.done = place.epoch * rows + place.row
+
+    @property
+    def _worth(self) -> int:
+        """What a row of the data counts: a question its rollouts, anything else 1."""
+        return self.config.training.group_size if self.phase == "online" else 1
+
+    def _draw(self, place: Place, rows: int, size: int) -> tuple[list[int], int, int]:
+        """The rows of the next step, and the epoch and row behind them; phase 3 leaves the rest of an epoch out."""
+        epoch, row = place.epoch, place.row
+        if row + (size if self.phase == "online" else 1) > rows:
+            epoch, row = epoch + 1, 0
+        seed = update.phase_seed(self.config.training.seed, self.phase, "order")
+        chosen = update.epoch_rows(rows, epoch, seed)[row : row + size]
+        return chosen, epoch, row + len(chosen)
+
+    def _steps_left(self, place: Place, rows: int, total: int, size: Callable[[int], int]) -> int:
+        left, most = (total - place.done) // self._worth, size(total)
+        if self.phase == "online":
+            return math.ceil(left / most)
+        rest = (rows - place.row) % rows  # of the epoch
+        return math.ceil(rest / most) + (left - rest) // rows * math.ceil(rows / most)
 
     def stop(self) -> None:
         """Ask the running phase to stop after its step and save."""
@@ -281,7 +367,7 @@ class AgentR1Trainer:
         return any(self._share.gather([self.stop_requested]))
 
     def _record(self, metrics: Metrics) -> None:
-        self.step += 1
+        self.step = self.places[self.phase].step = self.step + 1
         self.count += 1
         episodes, self._episodes = self._episodes, None
         if self._leads:
@@ -318,8 +404,11 @@ class AgentR1Trainer:
             "step": self.step,
             "count": self.count,
             "finished": self.finished,
+            "places": {name: asdict(place) for name, place in self.places.items()},
+            "entered": self._entered,
             "version": self.policy.version,
             "kl_weight": self.kl.value,
+            "kl_setting": self._kl_weight,
             "loss_scale": asdict(self.loss_scale),
             "optimizer": optimizer_name(self.config.training.optimizer, self.policy),
         }
@@ -334,9 +423,14 @@ class AgentR1Trainer:
         if kind != state.get("optimizer", kind):
             said = f"run.output: {self.run_dir} was trained by {state['optimizer']}, not {kind}"
             raise ConfigError(f"{said}; resume with training.optimizer={state['optimizer']}")
-        self.policy.load_state_dict(tensors["policy"])
         self.phase, self.step, self.count = state["phase"], state["step"], state["count"]
         self.finished, self._ended_before = list(state["finished"]), list(state["finished"])
+        last = self.phase or "".join(self.finished[-1:])
+        began = self.log.resume(self.count, self.config, set(self.finished) - {last})
+        self.policy.load_state_dict(tensors["policy"])
+        older = {last: {"step": self.step, "epoch": -1}} if last else {}
+        self.places = {name: Place(**place) for name, place in state.get("places", older).items()}
+        self._entered = state.get("entered", last)
         self.policy.version, self.kl.value = state["version"], state["kl_weight"]
         self.loss_scale = LossScale(**state.get("loss_scale", {}))
         for name, saved in tensors["optimizers"].items():
@@ -344,8 +438,7 @@ class AgentR1Trainer:
         restore_random_state(tensors["random"])
         if self._leads:
             self.log.drop_after(self.count)
-        self.log.resume(self.count, self.config)
-        self._kl_weight = self.config.training.kl_weight
+        self._kl_weight = state.get("kl_setting", began.training.kl_weight)  # another one acts with the next step
         rows = [row for row in self.log.rows() if row["phase"] == "online"]
         self.doctor.history = [{k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows[-100:]]
         self._opened = True
@@ -364,10 +457,6 @@ class AgentR1Trainer:
 
     def _collate(self, trajectories: list[Trajectory]) -> Batch:
         return collate(trajectories, pad_id=self.policy.tokenizer.pad_token_id or 0).to(self.policy.device)
-
-    def _slice(self, total: int, size: int, index: int, whole: bool = False) -> list[int]:
-        seed = update.phase_seed(self.config.training.seed, self.phase, "order")
-        return update.step_rows(total, size, index, seed, whole)
 
     def _optimizer(self, name: str) -> torch.optim.Optimizer:
         if name not in self.optimizers:
@@ -406,3 +495,10 @@ class AgentR1Trainer:
     @property
     def _leads(self) -> bool:
         return self._share.rank == 0
+
+
+def _whole(call: str, name: str, value: Any) -> int:
+    """A number of epochs or rollouts; ``ValueError`` where it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not (value >= 0 and value % 1 == 0):
+        raise ValueError(f"{call}: {name} is {value!r}; give a whole number, 0 to train nothing")
+    return int(value)

@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from agentr1_lite import losses
-from agentr1_lite.advantages import estimate, find
+from agentr1_lite.advantages import estimate, find, inputs, reinforce_pp
 from agentr1_lite.batch import Batch, collate, micro_batches
 from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
 from agentr1_lite.importance import importance_weights
 from agentr1_lite.mdp import StopReason, Trajectory
 from agentr1_lite.policy import QwenPolicy
-
-CRITIC_ESTIMATORS = ("gae", "turn_gae", "n_step")
-KL_IN_REWARD = ("gae", "turn_gae", "n_step", "reinforce_pp")
 
 
 @dataclass
@@ -64,14 +61,16 @@ ALONE = Share()
 
 
 def needs_critic(algorithm: str) -> bool:
-    return find(algorithm).__name__ in CRITIC_ESTIMATORS
+    """Whether the estimator reads ``values``."""
+    return "values" in inputs(algorithm)
 
 
 def kl_place(config: TrainingConfig) -> str:
     """Where the KL term goes: "reward", "loss", or "" for nowhere."""
     if not config.kl_weight:
         return ""
-    usual = "reward" if find(config.algorithm).__name__ in KL_IN_REWARD else "loss"
+    in_reward = needs_critic(config.algorithm) or find(config.algorithm) is reinforce_pp
+    usual = "reward" if in_reward else "loss"
     return usual if config.kl_in == "auto" else config.kl_in
 
 
@@ -342,8 +341,12 @@ def step_rows(total: int, size: int, step: int, seed: int, whole: bool = False) 
     ``whole``: the remainder of an epoch is left out instead of making a small step.
     """
     epoch, place = divmod(step, total // size if whole else math.ceil(total / size))
-    shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(phase_seed(seed, epoch))).tolist()
-    return shuffled[place * size : (place + 1) * size]
+    return epoch_rows(total, epoch, seed)[place * size : (place + 1) * size]
+
+
+def epoch_rows(total: int, epoch: int, seed: int) -> list[int]:
+    """The order of ``total`` rows in an epoch."""
+    return torch.randperm(total, generator=torch.Generator().manual_seed(phase_seed(seed, epoch))).tolist()
 
 
 def phase_seed(seed: int, *parts: Any) -> int:

@@ -242,3 +242,24 @@ def test_a_wrong_knob_is_one_sentence(knobs, said):
     with pytest.raises(ValueError, match="^(atlas|task 'atlas')") as caught:
         load_task("atlas", **{"split": "train", **knobs})
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["atlas", "ATLAS"])
+def test_a_configuration_without_settings_asks_for_the_same_world(name):
+    """One default, whoever asks: YAML, Python, and the planner that reads the longest row."""
+    from agentr1_lite.config import Config
+    from agentr1_lite.pipeline import make_task
+    from agentr1_lite.planner import plan_for
+
+    config = Config.from_dict({"task": {"name": name}})
+    asked, loaded = make_task(config, "dev"), load_task("atlas", "dev")
+
+    def world(task_set):
+        tool = task_set.env.tools[0]
+        plain = {k: v for k, v in vars(task_set.env).items() if isinstance(v, (bool, int, float, str))}
+        return plain, task_set.tasks, task_set.passages, (tool.k, tool.failing, tool.noisy)
+
+    assert world(asked) == world(loaded) and asked.env.max_turns == 7
+    assert plan_for(config).setting.response_tokens == loaded.env.max_response_tokens
+    config.environment.max_turns = 5  # what is said counts, whatever it is
+    assert make_task(config, "dev").env.max_turns == 5

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -17,7 +19,7 @@ from agentr1_lite.config import (
     recipes,
     reward_spec,
 )
-from agentr1_lite.settings import checked, fold, value_type
+from agentr1_lite.settings import Above, checked, fold, value_type
 
 OVERVIEW = """
 model:    {base_model: "Qwen/Qwen2.5-7B", lora_rank: 64}
@@ -230,6 +232,148 @@ def test_every_reward_of_the_yaml_is_the_part_of_its_name():
             assert list(rewards.Rewards(spec).weights) == [item.name]
 
 
+@pytest.fixture
+def registered():
+    """Parts and estimators of one's own, gone again behind the test."""
+    from agentr1_lite import advantages, losses, rewards
+
+    held = (rewards.OUTCOME_PARTS, rewards.PROCESS_PARTS, advantages.ESTIMATORS, advantages._KEYS, losses.KINDS)
+    before = [dict(registry) for registry in held]
+
+    @advantages.estimator("Моя Mine")
+    def mine(rewards, mask, values):
+        return rewards - values, rewards
+
+    @losses.policy_kind("my_loss")
+    def my_loss(ratio, logprobs, advantages, **_):
+        return -advantages * ratio, ratio > 9, ratio > 9
+
+    @rewards.outcome_part
+    def polite(episode):
+        return 1.0
+
+    @rewards.process_part
+    def brief(episode, turn):
+        return 1.0
+
+    yield mine
+    for registry, former in zip(held, before, strict=True):
+        registry.clear()
+        registry.update(former)
+
+
+def test_what_is_registered_is_accepted(registered, tmp_path):
+    from agentr1_lite.advantages import find
+
+    data = {
+        "training": {"algorithm": "моя mine", "loss": "MY-LOSS", "kl_estimator": "low_var_kl"},
+        "reward": {"polite": 0.25, "brief": -2, "evidence": 0.5},
+    }
+    c = Config.from_dict(data)
+    assert find(c.training.algorithm) is registered and c.training.loss == "my_loss"
+    assert c.training.kl_estimator == "k3"
+    assert reward_spec(c.reward).items() >= {"polite": 0.25, "brief": -2.0, "evidence": 0.5}.items()
+    c.set("reward.polite", "0.75")
+    c.save(tmp_path / "c.yaml")
+    assert load_config(tmp_path / "c.yaml") == c and c.reward.polite == 0.75
+    assert {"reward.polite", "reward.brief"} <= {key for key, _, _ in c.walk()}
+    assert RewardConfig() == Config().reward  # another configuration is not touched
+    assert "did you mean reward.polite?" in message(Config.from_dict, {"reward": {"polit": 1}})
+    assert "reward.polite is 'much'; expected a number" in message(Config.from_dict, {"reward": {"polite": "much"}})
+
+
+def test_every_estimator_is_an_algorithm_by_any_of_its_names():
+    from agentr1_lite import advantages
+
+    for name in advantages.names():
+        config = Config.from_dict({"training": {"algorithm": name.upper().replace("_", "-")}})
+        assert advantages.find(config.training.algorithm) is advantages.find(name), name
+    assert Config.from_dict({"training": {"algorithm": "gae"}}).training.algorithm == "PPO"
+    assert "opo" in message(Config.from_dict, {"training": {"algorithm": "opoo"}})
+
+
+@pytest.mark.parametrize("setting", ["loss", "algorithm"])
+def test_a_loss_preset_is_the_policy_loss_of_that_name(setting):
+    """The settings that come out give what ``policy_loss(**PRESETS[name])`` gives."""
+    import torch
+
+    from agentr1_lite import losses
+    from agentr1_lite.config import preset
+
+    torch.manual_seed(0)
+    new, old, advantages = torch.randn(3, 3, 7) - 1
+    mask, names = torch.rand(3, 7) < 0.6, []
+    for name, options in losses.PRESETS.items():
+        if not preset(setting, name):
+            continue
+        names.append(name)
+        t = Config.from_dict({"training": {setting: name.upper(), "clip_high": 0.5}}).training
+        assert t.clip_high == 0.5 and t.algorithm == "GRPO"  # what stands beside it counts
+        t = Config.from_dict({"training": {"aggregation": "constant", "lr": 0.01}})
+        t.set(f"training.{setting}", name)
+        t = t.training
+        found, _ = losses.policy_loss(
+            new,
+            old,
+            advantages,
+            mask,
+            clip_low=t.clip_low,
+            clip_high=t.clip_high,
+            dual_clip=t.dual_clip,
+            ratio=t.ratio,
+            kind=t.loss,
+            aggregation=t.aggregation,
+        )
+        assert torch.equal(found, losses.policy_loss(new, old, advantages, mask, **options)[0]), name
+    assert {"gspo", "dapo"} <= set(names) and ("cispo" in names) == (setting == "algorithm")
+
+
+def test_a_preset_does_not_undo_what_is_given_beside_it(write):
+    path = write("training: {clip_high: 0.3, loss: gspo}")
+    assert load_config(path).training.clip_high == 0.3
+    t = load_config(path, ["training.clip_low=0.1", "training.algorithm=dapo"]).training
+    assert (t.clip_low, t.ratio) == (0.1, "token")
+    c = Config()
+    c.training.loss = "gspo"  # assigned, as a panel or a cell does
+    c.check()
+    assert (c.training.loss, c.training.ratio, c.training.clip_high) == ("ppo", "sequence", 4e-4)
+
+
+def test_bounds_are_those_of_the_functions_behind_them():
+    """A value at either bound passes every function that reads it; one that they refuse is refused here."""
+    import torch
+
+    from agentr1_lite import losses
+    from agentr1_lite.advantages import estimate
+
+    for name in ("kl_target", "value_clip"):
+        assert f"training.{name} is 0" in message(Config.from_dict, {"training": {name: 0}})
+    for value in (0, 1, 0.5):
+        assert "training.dual_clip is" in message(Config.from_dict, {"training": {"dual_clip": value}})
+    assert Config.from_dict({"training": {"dual_clip": 1.0001}}).training.dual_clip == 1.0001
+    new, old, mask = torch.tensor([[-0.5, -1.0]]), torch.tensor([[-1.0, -0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    advantages = torch.tensor([[1.0, -1.0]])
+    known = {item.name: item.metadata for item in fields(Config().training)}
+
+    def at(name, bound):
+        value = known[name][bound]
+        return math.nextafter(value, math.inf) if isinstance(value, Above) else value
+
+    for bound in ("min", "max"):
+        for name in ("clip_low", "clip_high", "dual_clip"):
+            assert losses.policy_loss(new, old, advantages, mask, **{name: at(name, bound)})[0].isfinite()
+        assert losses.value_loss(new, old, advantages, mask, clip=at("value_clip", bound))[0].isfinite()
+        assert losses.KLController(0.1, at("kl_target", bound)).update(0.5, 8) > 0
+        read = {name: at(name, bound) for name in ("gamma", "lam", "step_weight")} | {"n": at("n_step", bound)}
+        inputs = {"values": old, "group_ids": ["a"], "anchor_ids": [[0, 1]], "baseline": [0.0]}
+        for name in ALGORITHMS:
+            with pytest.warns(UserWarning) if name in SINGLE else nullcontext():
+                assert estimate(name, advantages, mask, **inputs, **read).advantages.isfinite().all()
+
+
+SINGLE = ("GRPO", "Dr. GRPO", "RLOO", "GiGPO", "REINFORCE++-baseline")  # warn of a group of one
+
+
 def test_check_sees_values_assigned_later():
     c = Config()
     c.training.lr = "1e-4"
@@ -265,7 +409,7 @@ def values(section, item):
     base = {
         bool: st.booleans(),
         int: st.integers(low, high) if kind is int else None,
-        float: st.floats(low, high) if kind is float else None,
+        float: st.floats(low, high, exclude_min=isinstance(low, Above)) if kind is float else None,
         str: st.sampled_from(choices) if choices else word,
         dict: st.dictionaries(word, plain | word | st.lists(plain | word, max_size=2), max_size=3),
     }[kind]

@@ -583,3 +583,56 @@ def test_logits_that_are_not_numbers_end_the_rollout_with_a_sentence(greedy):
         policy.causal.model.norm.weight[0] = float("nan")
     with pytest.raises(ValueError, match="not numbers in float32; choose another model.dtype"):
         rollout(policy, tiny.EchoEnv(), tiny.tasks(2), greedy=greedy)
+
+
+@pytest.mark.parametrize("options", [{"greedy": True}, {"temperature": 0.7}, {"top_p": 0.5}, {"greedy": False}])
+def test_sampling_beside_an_engine_is_the_engines_or_refused(options):
+    """What is asked for is what a rollout without an engine does with the same words, or nothing is sampled."""
+    policy, env = tiny.policy(), tiny.EchoEnv()
+    wanted = tokens(rollout(policy, env, tiny.tasks(2), seed=3, **options))
+    fitting = LocalEngine(policy, sampling=Sampling(**options), stop_strings=env.stop_strings)
+    assert tokens(rollout(policy, env, tiny.tasks(2), seed=3, engine=fitting, **options)) == wanted
+    assert tokens(rollout(policy, env, tiny.tasks(2), seed=3, engine=fitting)) == wanted
+    other = LocalEngine(policy, sampling=Sampling(1.3, True, 0.9), stop_strings=env.stop_strings)
+    if options == {"greedy": True}:
+        other.sampling = Sampling(1.3, False, 0.9)
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=.* beside an engine that samples by"):
+        rollout(policy, env, tiny.tasks(2), engine=other, **options)
+    with pytest.raises(ValueError, match="does not say how it samples"):
+        play(make_env(), say("no"), **options)
+    assert other.free_rows == other.max_rows
+
+
+def test_an_engine_of_something_else_is_refused():
+    policy, env = tiny.policy(), tiny.EchoEnv()
+    other = LocalEngine(tiny.policy(model_seed=1), stop_strings=env.stop_strings)
+    with pytest.raises(ValueError, match="samples from another policy"):
+        rollout(policy, env, tiny.tasks(1), engine=other)
+    with pytest.raises(ValueError, match=r"ends turns at \[\], the environment at \['</search>', '</answer>'\]"):
+        rollout(policy, env, tiny.tasks(1), engine=LocalEngine(policy))
+    full = LocalEngine(policy, stop_strings=env.stop_strings, max_rows=1)
+    full.open([[1, 2]], [0], [9])
+    with pytest.raises(ValueError, match="every row of the engine is open"):
+        rollout(policy, env, tiny.tasks(1), engine=full)
+
+
+def test_max_batch_bounds_the_rows_of_a_given_engine():
+    policy, env, most = tiny.policy(), tiny.EchoEnv(), 0
+
+    class Watched(LocalEngine):
+        def next_turns(self):
+            nonlocal most
+            most = max(most, self.max_rows - self.free_rows)
+            return super().next_turns()
+
+    engine = Watched(policy, stop_strings=env.stop_strings, max_rows=8)
+    found = rollout(policy, env, tiny.tasks(7), seed=2, engine=engine, max_batch=3)
+    assert most == 3 and tokens(found) == tokens(rollout(policy, env, tiny.tasks(7), seed=2))
+
+
+@pytest.mark.parametrize("options", [{"group_size": 0}, {"group_size": 1.5}, {"max_batch": 0}, {"max_batch": -1}])
+def test_counts_that_are_none_are_refused(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; give a whole number of at least 1"):
+        rollout(tiny.policy(), tiny.EchoEnv(), tiny.tasks(1), **options)
+    with pytest.raises(ValueError, match="plays one episode"):
+        collect_trajectory(tiny.EchoEnv(), tiny.policy(), tiny.tasks(1)[0], group_size=4)

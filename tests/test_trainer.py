@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,158 @@ def test_rollouts_are_counted_in_whole_steps(tmp_path):
     assert trainer.finished == ["online"] * 3 and trainer.count == 9
     with pytest.raises(ValueError, match="no task to train on"):
         trainer.online_rl(tiny.ScoredEnv())
+
+
+def played(folder: Path) -> list[tuple[str, int]]:
+    """Question and seed of every rollout of a run, in order."""
+    files = sorted((folder / "trajectories").iterdir())
+    return [(t.task_id, t.seed) for path in files for t in load_jsonl(path)]
+
+
+ENV = {"max_turns": 2}
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", "PPO"])
+def test_calls_that_follow_each_other_are_one_phase(algorithm, tmp_path):
+    """Three calls of 6 rollouts are one of 18: questions, seeds, step numbers and weights."""
+    options = {"algorithm": algorithm, "kl_target": 0.01, "critic_warmup": 1, "warmup_steps": 2}
+    whole = trainer_for(tmp_path / "whole", **options)
+    history = whole.online_rl(tiny.ScoredEnv(**ENV), 18, tasks=tiny.tasks(5))
+    parts = trainer_for(tmp_path / "parts", **options)
+    found = [parts.online_rl(tiny.ScoredEnv(**ENV), n_rollouts=6, tasks=tiny.tasks(5)) for _ in range(3)]
+    assert [len(rows) for rows in found] == [1, 1, 1] and len(history) == 3
+    assert played(tmp_path / "parts") == played(tmp_path / "whole")
+    assert len({task for task, _ in played(tmp_path / "parts")}) == 4 and len(set(played(tmp_path / "parts"))) == 18
+    rows, wanted = (without_seconds(rows_of(tmp_path / name / "metrics.jsonl")) for name in ("parts", "whole"))
+    assert rows == wanted and [row["step"] for row in rows] == [1, 2, 3]
+    assert torch.equal(weights(parts.policy), weights(whole.policy))
+
+
+def test_steps_of_any_size_go_through_the_questions_in_turn(tmp_path):
+    """Other batch sizes, calls and phases between them: no question comes twice before all have come."""
+    trainer = trainer_for(tmp_path, batch_size=2, group_size=2)
+    env, tasks = tiny.ScoredEnv(max_turns=1), tiny.tasks(7)
+    trainer.online_rl(env, 4, tasks=tasks)
+    trainer.pretrain(logs(2), epochs=1)
+    trainer.config.training.batch_size = 3
+    trainer.online_rl(env, 6, tasks=tasks)
+    trainer.online_rl(env, 5, tasks=tasks)  # two whole groups
+    asked = [task for task, _ in played(tmp_path)][::2]
+    assert sorted(asked) == [f"t{i}" for i in range(7)]
+    rows = rows_of(tmp_path / "metrics.jsonl")
+    assert [(row["phase"], row["step"]) for row in rows] == [
+        ("online", 1),
+        ("imitation", 1),
+        ("online", 2),
+        ("online", 3),
+    ]
+    trainer.online_rl(env, 8, tasks=tasks[:4])  # other questions: an epoch of their own
+    assert sorted(task for task, _ in played(tmp_path)[14:][::2]) == ["t0", "t1", "t2", "t3"]
+
+
+def test_a_phase_takes_what_it_was_given_in_this_call(tmp_path):
+    """Every epoch of every call sees each of its rows once, in orders that go on."""
+    seen = []
+    trainer = trainer_for(tmp_path, rlhf={"logs_per_step": 4})
+    trainer._imitate = lambda batch, w, lr: seen.append((batch.input_ids[:, -1].tolist(), lr)) or {"nll": 0.0}
+    first, second = ([log(f"t{i}", GOOD[:5] + [70 + i], 1.0, i) for i in range(a, b)] for a, b in ((0, 6), (6, 16)))
+    trainer.pretrain(first, epochs=2)
+    trainer.pretrain(second, epochs=1)
+    trainer.pretrain(first, epochs=1)
+    ids = [[i for batch, _ in seen[a:b] for i in batch] for a, b in ((0, 2), (2, 4), (4, 7), (7, 9))]
+    assert [sorted(epoch) for epoch in ids] == [list(range(70, 76))] * 2 + [list(range(76, 86)), list(range(70, 76))]
+    assert len({tuple(epoch) for epoch in ids}) == 4
+    assert [row["step"] for row in rows_of(tmp_path / "metrics.jsonl")] == list(range(1, 10))
+    rate = trainer.config.rlhf.imitation_lr  # falls over the steps of each call
+    assert [lr / rate for _, lr in seen] == pytest.approx([1, 0.75, 0.5, 0.25, 1, 2 / 3, 1 / 3, 1, 0.5])
+
+
+def test_nothing_is_trained_where_nothing_is_asked_for(tmp_path):
+    trainer, before = trainer_for(tmp_path / "run", rlhf={"online_rollouts": 0}), None
+    before = weights(trainer.policy)
+    env, tasks = tiny.ScoredEnv(max_turns=1), tiny.tasks(3)
+    assert trainer.online_rl(env, 0, tasks=tasks) == trainer.online_rl(env, tasks=tasks) == []
+    assert trainer.pretrain(logs(2), epochs=0) == trainer.offline_rl(logs(2), epochs=0) == []
+    trainer.config.rlhf.offline_algorithm = "dpo"
+    assert trainer.offline_rl(logs(2), epochs=0) == []
+    assert torch.equal(before, weights(trainer.policy)) and not (tmp_path / "run").exists()
+    assert trainer.finished == [] and trainer.policy.version == 0
+    for wrong in (-1, 2.5, math.nan, math.inf, True, "6"):
+        with pytest.raises(ValueError, match="n_rollouts is .*; give a whole number, 0 to train nothing"):
+            trainer.online_rl(env, wrong, tasks=tasks)
+        for call in (trainer.pretrain, trainer.offline_rl):
+            with pytest.raises(ValueError, match="epochs is .*; give a whole number"):
+                call(logs(2), epochs=wrong)
+    with pytest.raises(ValueError, match="n_rollouts is 2, less than one group of training.group_size 3"):
+        trainer.online_rl(env, 2, tasks=tasks)
+    assert len(trainer.online_rl(env, 3.0, tasks=tasks)) == 1 and len(played(tmp_path / "run")) == 3
+
+
+def test_a_larger_batch_on_resume_acts(tmp_path):
+    """Two steps of 2 questions, then steps of 4 for what is left: 24 rollouts all in all, no question twice."""
+    tasks = tiny.tasks(8)
+
+    def fresh(stop=None, **training):
+        return trainer_for(tmp_path, callbacks=[TurnDown(stop)], **training)
+
+    with pytest.raises(KeyboardInterrupt):
+        fresh(2, lr=1e-4).online_rl(tiny.ScoredEnv(max_turns=1), 24, tasks=tasks)
+    resumed = fresh(batch_size=4, lr=1e-4).resume()
+    history = resumed.online_rl(tiny.ScoredEnv(max_turns=1), 24, tasks=tasks)
+    found = played(tmp_path)
+    assert len(history) == 1 and len(found) == 24
+    assert sorted(task for task, _ in found[::3]) == [f"t{i}" for i in range(8)]
+    changes = rows_of(tmp_path / "changes.jsonl")
+    assert [(row["setting"], row["value"], row["count"]) for row in changes] == [("training.batch_size", 4, 3)]
+
+
+def test_more_logs_in_a_step_on_resume_act(tmp_path):
+    data = [log(f"t{i}", GOOD, 1.0, i) for i in range(10)]
+
+    def fresh(stop=None, **rlhf):
+        return trainer_for(tmp_path, rlhf=rlhf, callbacks=[TurnDown(stop)])
+
+    with pytest.raises(KeyboardInterrupt):
+        fresh(2, logs_per_step=2).pretrain(data, epochs=2)
+    assert (
+        len(fresh(logs_per_step=5).resume().pretrain(data, epochs=2)) == 2 + 2
+    )  # 6 of the first epoch, 10 of the next
+
+
+def test_what_is_asked_for_on_resume_counts(tmp_path):
+    """Against a change made by hand during the run, and for the KL weight, which a controller holds."""
+    trainer_for(tmp_path, callbacks=[Listener()]).online_rl(tiny.ScoredEnv(**ENV), 12, tasks=tiny.tasks(3))
+    assert {row["setting"] for row in rows_of(tmp_path / "changes.jsonl")} == {"training.lr", "training.kl_weight"}
+    same = trainer_for(tmp_path).resume()
+    assert (same.config.training.lr, same.kl.value) == (0.0, 0.5)
+    other = trainer_for(tmp_path, lr=2e-3, kl_weight=0.25).resume()
+    (row,) = other.online_rl(tiny.ScoredEnv(**ENV), 18, tasks=tiny.tasks(3))
+    assert other.config.training.lr == 2e-3 and row["kl_weight"] == 0.25 and row["grad_norm"] > 0
+
+
+def test_a_setting_of_a_phase_that_has_ended_is_refused(tmp_path):
+    def fresh(**rlhf):
+        return trainer_for(tmp_path, rlhf={"logs_per_step": 6, **rlhf})
+
+    run = fresh()
+    run.pretrain(logs(2), epochs=1)
+    run.online_rl(tiny.ScoredEnv(**ENV), 6, tasks=tiny.tasks(3))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match=r"rlhf.imitation_lr is 0.01 and was 0.001, but phase imitation of .* has ended"
+    ):
+        fresh(imitation_lr=0.01).resume()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    fresh(offline_lr=0.01).resume()
+
+
+def test_a_phase_does_not_go_on_in_other_data(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for(tmp_path, callbacks=[TurnDown(1)]).online_rl(tiny.ScoredEnv(**ENV), 12, tasks=tiny.tasks(5))
+    others = tiny.tasks(4) + [replace(tiny.tasks(5)[4], golds=("no",))]
+    with pytest.raises(ValueError, match="phase online of .* stopped after step 1 in other data"):
+        trainer_for(tmp_path).resume().online_rl(tiny.ScoredEnv(**ENV), 12, tasks=others)
+    assert len(trainer_for(tmp_path).resume().online_rl(tiny.ScoredEnv(**ENV), 12, tasks=tiny.tasks(5))) == 1
 
 
 # Phases 1 and 2
@@ -318,6 +471,40 @@ def test_a_stopped_run_continues_to_the_same_numbers(rank, tmp_path):
     again = fresh("parts").resume()
     assert again.pretrain(logs(2)) == [] and again.phase == ""
     assert len(again.pretrain(logs(2), epochs=1)) == 1  # a second imitation phase is a new one
+
+
+def calls(trainer: AgentR1Trainer) -> AgentR1Trainer:
+    """A run of several calls of each phase, with other data between them."""
+    env = tiny.ScoredEnv(max_turns=2)
+    trainer.pretrain(logs(4), epochs=1)
+    trainer.pretrain(logs(3), epochs=1)
+    trainer.online_rl(env, 12, tasks=tiny.tasks(5))
+    trainer.online_rl(env, 6, tasks=tiny.tasks(5))
+    trainer.offline_rl(logs(3), epochs=1)
+    trainer.online_rl(env, 12, tasks=tiny.tasks(4))
+    return trainer
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_of_several_calls_continues_to_the_same_numbers(older, tmp_path):
+    """Stopped in every call; a checkpoint of an older version knows the steps of the open call alone."""
+
+    def fresh(folder, stop=None):
+        return trainer_for(tmp_path / folder, callbacks=[TurnDown(stop)], **OPTIONS)
+
+    run = script if older else calls
+    whole = run(fresh("whole"))
+    assert whole.count == (10 if older else 2 + 2 + 2 + 1 + 2 + 2)
+    for count in (1, 2, 3, 5, 6, 8, 9):  # a setting changes behind step 7
+        with pytest.raises(KeyboardInterrupt):
+            run(fresh("parts", count) if count == 1 else fresh("parts", count).resume())
+        for path in (tmp_path / "parts" / "checkpoints").glob("*/state.json") if older else ():
+            state = json.loads(path.read_text())
+            path.write_text(json.dumps({k: v for k, v in state.items() if k not in ("places", "entered")}))
+    parts = run(fresh("parts").resume())
+    assert torch.equal(weights(parts.policy), weights(whole.policy))
+    found, wanted = (without_seconds(rows_of(tmp_path / name / "metrics.jsonl")) for name in ("parts", "whole"))
+    assert found == wanted and played(tmp_path / "parts") == played(tmp_path / "whole")
 
 
 def command(folder: Path, model: Path) -> list[str]:

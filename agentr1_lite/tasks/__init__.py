@@ -71,27 +71,43 @@ def load_task(name: str, split: str = "train", **knobs: object) -> TaskSet:
             raise DataError(
                 f"task {name!r} has no knob {knob!r}{_closest(knob, allowed)}; it takes {', '.join(allowed)}"
             )
-    task_set = _BUILDERS[name](split, **knobs)
+    task_set = _builder(name)(split, **knobs)
     task_set.env.tasks = task_set.tasks
     return task_set
 
 
 def accepted_knobs(name: str) -> list[str]:
     """The knobs of a task by name; raises :class:`DataError` on an unknown name."""
-    if name not in _BUILDERS and name in MODULES:
-        import_module(f"{__name__}.{MODULES[name]}")
-    if name not in _BUILDERS:
-        raise DataError(f"task {name!r} is unknown{_closest(name, names())}; choose one of {', '.join(names())}")
-    return knob_names(_BUILDERS[name])
+    return knob_names(_builder(name))
+
+
+def default_knobs(name: str) -> dict[str, object]:
+    """What each knob of a task is where nobody sets it."""
+    return _knobs(_builder(name))
 
 
 def knob_names(build: Builder) -> list[str]:
     """The keywords a builder takes, those of ToolEnv included where it passes ``**options`` on."""
+    return list(_knobs(build))
+
+
+def _knobs(build: Builder) -> dict[str, object]:
     parameters = list(inspect.signature(build).parameters.values())[1:]
-    found = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+    found = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
     if len(found) < len(parameters):
-        found += [name for name in inspect.signature(ToolEnv).parameters if name != "tools" and name not in found]
+        passed_on = inspect.signature(ToolEnv).parameters.values()
+        found |= {p.name: p.default for p in passed_on if p.name not in ("tools", *found)}
     return found
+
+
+def _builder(name: str) -> Builder:
+    """The builder of a task, whatever the case of its name."""
+    known = name if name in names() else next((n for n in names() if n.casefold() == str(name).casefold()), None)
+    if known is None:
+        raise DataError(f"task {name!r} is unknown{_closest(name, names())}; choose one of {', '.join(names())}")
+    if known not in _BUILDERS:
+        import_module(f"{__name__}.{MODULES[known]}")
+    return _BUILDERS[known]
 
 
 def _closest(word: str, choices: list[str]) -> str:

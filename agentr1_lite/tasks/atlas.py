@@ -251,6 +251,10 @@ def load(
     k: int = 2,
     failing: float = 0.1,
     noisy: float = 0.0,
+    max_turns: int = 7,
+    max_turn_tokens: int = 64,
+    max_response_tokens: int = 900,
+    max_tool_tokens: int = 256,
     **options: object,
 ) -> TaskSet:
     """A world of one split, its questions, and a search tool that fails now and then.
@@ -259,7 +263,7 @@ def load(
         count, seed, size, distractors, mix: see `World` and `World.questions`.
         k: passages a search shows.
         failing, noisy: shares of stochastic failures of the search, see `make_search_tool`.
-        options: go to `ToolEnv`.
+        max_turns, max_turn_tokens, max_response_tokens, max_tool_tokens, options: go to `ToolEnv`.
     """
     shares = {"distractors": distractors, "failing": failing, "noisy": noisy}
     wholes = {"count": (count, 1), "seed": (seed, 0), "size": (size, 24), "k": (k, 1)}
@@ -274,6 +278,7 @@ def load(
     world = World(seed, split, size, distractors)
     index = BM25([Passage(title, text) for title, text in world.passages])
     tool = make_search_tool(index, k=k, failing=failing, noisy=noisy, render=render)
-    limits = {"max_turns": 7, "max_turn_tokens": 64, "max_response_tokens": 900, "max_tool_tokens": 256}
+    limits = {"max_turns": max_turns, "max_turn_tokens": max_turn_tokens}
+    limits |= {"max_response_tokens": max_response_tokens, "max_tool_tokens": max_tool_tokens}
     env = ToolEnv([tool], **{"system_prompt": SYSTEM_PROMPT, **limits, **options})
     return TaskSet("atlas", split, world.questions(count, seed, mix), env, index, read_prompt=READ_PROMPT)
