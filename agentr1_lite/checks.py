@@ -44,10 +44,15 @@ CUTS = {
 
 
 class Gradients(NamedTuple):
-    """Largest |∂loss/∂h| over the states before observation tokens, and over those before actions."""
+    """Largest |∂loss/∂h| over the states before observation tokens, and over those before actions.
+
+    ``missed`` counts the actions whose log-prob the loss does not depend on, though they have an advantage or no part
+    in it at all.
+    """
 
     observations: float
     actions: float
+    missed: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,9 @@ def observation_gradients(case: Case) -> Verdict:
         return "fail", f"tokens that the policy did not write have a gradient of {case.gradients.observations:.2g}"
     if not case.gradients.actions:
         return "fail", "the loss has no gradient on any action token, so nothing is learned"
+    if case.gradients.missed:
+        said = f"{case.gradients.missed} tokens that the policy wrote have no gradient"
+        return "fail", f"{said}: the loss masks them out, or its mask is shifted"
     return "ok", "the gradient on prompt, seam and observation tokens is exactly 0"
 
 

@@ -8,19 +8,23 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from agentr1_lite import update
 from agentr1_lite.batch import Batch, collate
 from agentr1_lite.checks import CHECKS, LESSONS, Case, Finding, Gradients, examine, sampled_mask, zero_variance_share
+from agentr1_lite.config import TrainingConfig
 from agentr1_lite.loading import PolicyError, data_root
 from agentr1_lite.mdp import Trajectory
+from agentr1_lite.policy import LogProbs
 from agentr1_lite.versions import package_version
 
 __all__ = ["CHECKS", "LESSONS", "Case", "Doctor", "Finding", "Gradients", "examine", "machine_check"]
-__all__ += ["observation_gradient", "sampled_mask", "self_test", "zero_variance_share"]
+__all__ += ["observation_gradient", "sampled_mask", "self_test", "step_gradient", "zero_variance_share"]
 
 STACK = {"torch": "2.6", "transformers": "5.0", "peft": "0.18", "trl": "1.14", "accelerate": "1.10", "bm25s": "0.3"}
 STACK |= {"bitsandbytes": "0.49", "datasets": "4.7", "matplotlib": "3.10", "pandas": "2.2"}
@@ -44,13 +48,18 @@ class Doctor:
         trajectories: Sequence[Trajectory] = (),
         batch: Batch | None = None,
         metrics: Mapping[str, float] | None = None,
+        gradient: Callable[[Tensor], Gradients | None] | None = None,
         **case: Any,
     ) -> list[Finding]:
-        """One finding for every check that has something to look at, the worst first."""
+        """One finding for every check that has something to look at, the worst first.
+
+        ``gradient``: who wrote each token (`sampled_mask`) → the gradient of the loss, as `step_gradient` measures it;
+        without it that of Σ log π over ``batch.action_mask``.
+        """
         if self.policy is not None and batch is not None and len(trajectories) and "gradients" not in case:
             if self._examined % self.every == 0:
                 mask = sampled_mask(batch, trajectories)
-                case["gradients"] = observation_gradient(self.policy, batch, mask)
+                case["gradients"] = gradient(mask) if gradient else observation_gradient(self.policy, batch, mask)
             self._examined += 1
         case = {"policy": self.policy, "has_tools": self.has_tools, **case}
         found = examine(Case(trajectories, batch, dict(metrics or {}), self.history, **case))
@@ -78,6 +87,54 @@ def observation_gradient(
     """
     chosen = torch.argsort(batch.lengths)[:rows]
     part, mask = batch.select(chosen), (batch.action_mask if sampled is None else sampled)[chosen]
+
+    def value(out: LogProbs) -> Tensor:
+        return loss(out.logprobs, part) if loss else out.logprobs.sum()
+
+    return _gradients(policy, part, mask, value)
+
+
+def step_gradient(
+    policy: Any,
+    experience: update.Experience,
+    config: TrainingConfig,
+    sampled: Tensor,
+    *,
+    rows: int = 2,
+    **weights: Any,
+) -> Gradients | None:
+    """The same of the very loss that a step descends (`agentr1_lite.update.actor_loss`), where its ratio is 1.
+
+    On the shortest ``rows`` rows with an advantage; None where there is none, since the loss is flat then. At ratio 1
+    nothing is clipped, so that every action with an advantage must have a gradient; one that ``experience.batch`` does
+    not count as an action was missed by its mask. ``weights``: kl_weight, max_length.
+    """
+    batch = experience.batch
+    learns = ((experience.advantages != 0) & batch.action_mask).any(-1)
+    if not learns.any():
+        return None
+    chosen = torch.argsort(torch.where(learns, batch.lengths, batch.lengths + batch.input_ids.shape[1]))[:rows]
+    expected = ((experience.advantages != 0) | ~batch.action_mask)[chosen]
+
+    def value(out: LogProbs) -> Tensor:
+        old = experience.old_logprobs.clone()
+        old[chosen] = out.logprobs.detach()
+        return update.actor_loss(out, replace(experience, old_logprobs=old), chosen, config, **weights)[0]
+
+    return _gradients(policy, batch.select(chosen), sampled[chosen], value, expected, **update.reading(config))
+
+
+def _gradients(
+    policy: Any,
+    part: Batch,
+    mask: Tensor,
+    value: Callable[[LogProbs], Tensor],
+    expected: Tensor | None = None,
+    **reading: Any,
+) -> Gradients:
+    """∂value/∂h by token, and how many actions ``expected`` to count have ∂value/∂log π = 0."""
+    acts = part.action_mask.clone()
+    acts[:, 0] = False  # a mask that is wrong there too shall be told, not refused by the forward pass
     states: list[Tensor] = []
 
     def keep(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
@@ -88,14 +145,14 @@ def observation_gradient(
     hook = policy.causal.base_model.register_forward_hook(keep)
     try:
         with torch.enable_grad():
-            found = policy.log_probs(part, share_prompt=False).logprobs
-            value = loss(found, part) if loss else found.sum()
-            (gradient,) = torch.autograd.grad(value, states)
+            out = policy.log_probs(replace(part, action_mask=acts), share_prompt=False, **reading)
+            gradient, slope = torch.autograd.grad(value(out), [states[0], out.logprobs], materialize_grads=True)
     finally:
         hook.remove()
     size = gradient.abs().amax(-1)[:, :-1]  # (b, T − 1), at t − 1 for token t
     acted = mask[:, 1 : size.shape[1] + 1]
-    return Gradients(*(float(torch.where(where, size, 0.0).max()) for where in (~acted, acted)))
+    missed = 0 if expected is None else int((mask & expected & (slope == 0)).sum())
+    return Gradients(*(float(torch.where(where, size, 0.0).max()) for where in (~acted, acted)), missed)
 
 
 # The machine

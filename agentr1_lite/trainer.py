@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +32,7 @@ from agentr1_lite.batch import Batch, collate
 from agentr1_lite.checkpoint import Place, interruptible, load_checkpoint, restore_random_state, save_checkpoint
 from agentr1_lite.collect import Engines, collect
 from agentr1_lite.config import Config, ConfigError, load_config
-from agentr1_lite.doctor import Doctor
+from agentr1_lite.doctor import Doctor, step_gradient
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.importance import engine_metrics
 from agentr1_lite.losses import KLController, awr_weights
@@ -233,7 +234,9 @@ class AgentR1Trainer:
         self.policy.version += not warm
         metrics["rollout_seconds"] = sampled - started
         metrics["update_seconds"] = time.perf_counter() - sampled
-        self.findings = self.doctor.examine(episodes, experience.batch, metrics)
+        weights = {"kl_weight": self.kl.value, "max_length": env.max_response_tokens}
+        gradient = partial(step_gradient, self.policy, experience, training, **weights)
+        self.findings = self.doctor.examine(episodes, experience.batch, metrics, gradient)
         self._episodes = episodes
         return metrics
 

@@ -24,7 +24,7 @@ from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
 from agentr1_lite.importance import importance_weights
 from agentr1_lite.mdp import StopReason, Trajectory
-from agentr1_lite.policy import QwenPolicy
+from agentr1_lite.policy import LogProbs, QwenPolicy
 
 
 @dataclass
@@ -188,40 +188,56 @@ def actor_gradient(
     """
     whole = experience.batch.select(rows)
     normalizer = losses.normalizer_for(whole.action_mask, config.aggregation, max_length)
-    in_loss = kl_place(config) == "loss"
-    weight = config.kl_weight if kl_weight is None else kl_weight
-    common = {"aggregation": config.aggregation, "normalizer": normalizer, "max_length": max_length}
     parts: list[losses.Stats] = []
     for local in micro_batches(whole, config.micro_batch_tokens)[share.rank :: share.size]:
-        micro, at = whole.select(local), rows[local]
-        out = policy.log_probs(micro, temperature=config.temperature, entropy=config.entropy_weight > 0)
-        mask = micro.action_mask
-        loss, stats = losses.policy_loss(
-            out.logprobs,
-            experience.old_logprobs[at],
-            experience.advantages[at],
-            mask,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-            ratio=config.ratio,
-            kind=config.loss,
-            weights=None if experience.importance is None else experience.importance[at],
-            **common,
-        )
-        stats["loss"] = loss.detach()
-        if in_loss:
-            loss = loss + weight * losses.kl_loss(
-                out.logprobs, experience.ref_logprobs[at], mask, config.kl_estimator, **common
-            )
-        if out.entropy is not None:
-            loss = loss + config.entropy_weight * losses.entropy_loss(out.entropy, mask, **common)
-            stats["entropy"] = losses.masked_mean(out.entropy, mask)
-        log_ratio = (out.logprobs.detach() - experience.old_logprobs[at]) * mask
-        stats["log_ratio_max"] = log_ratio.abs().max()
+        out = policy.log_probs(whole.select(local), **reading(config))
+        weights = {"normalizer": normalizer, "max_length": max_length, "kl_weight": kl_weight}
+        loss, stats = actor_loss(out, experience, rows[local], config, **weights)
         (loss * scale).backward()
         parts.append(stats)
     return merged(parts, share, "loss")
+
+
+def reading(config: TrainingConfig) -> dict[str, Any]:
+    """What the actor's loss asks of `QwenPolicy.log_probs`."""
+    return {"temperature": config.temperature, "entropy": config.entropy_weight > 0}
+
+
+def actor_loss(
+    out: LogProbs,
+    experience: Experience,
+    rows: Tensor,
+    config: TrainingConfig,
+    *,
+    normalizer: float | None = None,
+    kl_weight: float | None = None,
+    max_length: int | None = None,
+) -> tuple[Tensor, losses.Stats]:
+    """The loss that a step descends, of the given rows with log-probs and entropies ``out``; and its statistics."""
+    mask, old = experience.batch.action_mask[rows], experience.old_logprobs[rows]
+    common = {"aggregation": config.aggregation, "normalizer": normalizer, "max_length": max_length}
+    loss, stats = losses.policy_loss(
+        out.logprobs,
+        old,
+        experience.advantages[rows],
+        mask,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        ratio=config.ratio,
+        kind=config.loss,
+        weights=None if experience.importance is None else experience.importance[rows],
+        **common,
+    )
+    stats["loss"] = loss.detach()
+    if kl_place(config) == "loss":
+        reference, weight = experience.ref_logprobs[rows], config.kl_weight if kl_weight is None else kl_weight
+        loss = loss + weight * losses.kl_loss(out.logprobs, reference, mask, config.kl_estimator, **common)
+    if out.entropy is not None:
+        loss = loss + config.entropy_weight * losses.entropy_loss(out.entropy, mask, **common)
+        stats["entropy"] = losses.masked_mean(out.entropy, mask)
+    stats["log_ratio_max"] = ((out.logprobs.detach() - old) * mask).abs().max()
+    return loss, stats
 
 
 def critic_gradient(

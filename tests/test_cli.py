@@ -319,3 +319,118 @@ def test_a_run_is_not_resumed_as_another(work, monkeypatch, capsys, setting):
     assert said.count("\n") == 1 and "resume with" in said
     for name in ("metrics.jsonl", "config.yaml"):
         assert (work / "run" / name).read_bytes() == (work / "before" / name).read_bytes()
+
+
+# Data and settings of a resumed run
+
+ONLINE = {"rlhf__imitation_epochs": 0, "rlhf__offline_phase": "false"}
+
+
+def other_answers(work: Path) -> None:
+    """The same questions and passages behind the same path, one answer another."""
+    rows = json.loads((work / "dev.json").read_text())
+    rows[0]["answer"] = "Nobody"
+    (work / "dev.json").write_text(json.dumps(rows))
+
+
+def other_page(work: Path) -> None:
+    text = (work / "dev.json").read_text()
+    (work / "dev.json").write_text(text.replace("lies on the river", "lies by the river"))
+
+
+def other_log(work: Path) -> None:
+    rows = (work / "logs.json").read_text()
+    (work / "logs.json").write_text(rows.replace('"policy": "expert"', '"policy": "novice"', 1))
+
+
+def other_demonstration(work: Path) -> None:
+    rows = (work / "demonstrations.jsonl").read_text().splitlines()
+    (work / "demonstrations.jsonl").write_text("\n".join(rows[::-1]) + "\n")
+
+
+def hotpot(work: Path, **settings: object) -> list[str]:
+    """Questions from a file: two of the official shape."""
+    context = [[f"Arda {i}", ["Arda lies on the river Oslo.", " It is old."]] for i in range(3)]
+    row = {"question": "Where does Arda lie?", "answer": "Oslo", "type": "bridge", "level": "easy", "context": context}
+    rows = [{**row, "_id": str(i), "supporting_facts": [["Arda 0", 0]], "question": f"Where {i}?"} for i in range(2)]
+    if not (work / "dev.json").exists():
+        (work / "dev.json").write_text(json.dumps(rows))
+    chosen = [text for text in small(task__name="HotpotQA", **settings) if "task.knobs.count" not in text]
+    return [*chosen, "task.knobs.path=dev.json"]
+
+
+CHANGED = {
+    "answers": (other_answers, {}, "training questions and passages"),
+    "passages": (other_page, {}, "training questions and passages"),
+    "logs": (other_log, {}, "logs"),
+    "demonstrations": (other_demonstration, {}, "demonstrations"),
+    "number of questions": (nothing, {"evaluation__questions": 1}, "questions, passages and temperature of the eval"),
+    "temperature": (nothing, {"evaluation__temperature": 0.7}, "questions, passages and temperature of the evaluation"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_run_is_not_resumed_with_other_data(name, work, monkeypatch, capsys):
+    change, settings, said = CHANGED[name]
+    monkeypatch.chdir(work)
+    assert main(["train", *hotpot(work)]) == 0
+    assert set(json.loads((work / "run" / "data.json").read_text())) >= {"demonstrations", "logs"}
+    capsys.readouterr()
+    change(work)
+    before = {path: path.read_bytes() for path in (work / "run").rglob("*") if path.is_file()}
+    assert main(["train", *hotpot(work, rlhf__online_rollouts=8, **settings), "--resume"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"the {said}" in error and "are not those that run began with" in error
+    assert {path: path.read_bytes() for path in (work / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_of_an_older_version_goes_on_with_a_word(work, monkeypatch, capsys):
+    """Without fingerprints, and with the defaults of its time written into its settings."""
+    monkeypatch.chdir(work)
+    settings = {key: value for key, value in SMALL.items() if key != "environment.max_turns"}
+    monkeypatch.setitem(globals(), "SMALL", settings)
+    assert main(["train", *small(**ONLINE, environment__max_turns=1)]) == 0
+    (work / "run" / "data.json").unlink()
+    with pytest.warns(UserWarning, match="run was begun by a version that kept no fingerprint of its data"):
+        assert main(["train", *small(**ONLINE, rlhf__online_rollouts=8), "--resume"]) == 0
+    files = sorted((work / "run" / "trajectories").iterdir())
+    assert len(files) == 4 and all(len(t.turns) == 1 for path in files for t in load_jsonl(path))
+    assert not (work / "run" / "changes.jsonl").exists() or "max_turns" not in (work / "run/changes.jsonl").read_text()
+    other = load_config(work / "run" / "config.yaml").task.knobs
+    assert main(["train", *small(**ONLINE, task__knobs__seed=other.get("seed", 0) + 1), "--resume"]) == 2
+    assert "are not those that run began with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rlhf__imitation_epochs": 0}, "stopped in phase imitation, which is left out now"),
+        ({"rlhf__imitation_lr": 0.01}, ""),
+    ],
+)
+def test_the_open_phase_of_a_run_is_not_passed_over(settings, said, work, monkeypatch, capsys):
+    from agentr1_lite.trainer import AgentR1Trainer
+
+    monkeypatch.chdir(work)
+    record_step = AgentR1Trainer._record
+    with monkeypatch.context() as patch:
+        patch.setattr(AgentR1Trainer, "_record", lambda self, metrics: (record_step(self, metrics), self.stop()))
+        assert main(["train", *small(rlhf__imitation_epochs=2)]) == 130
+    assert main(["train", *small(**{"rlhf__imitation_epochs": 2, **settings}), "--resume"]) == (2 if said else 0)
+    assert said in capsys.readouterr().err
+
+
+def test_a_phase_is_not_put_before_an_open_one(work, monkeypatch, capsys):
+    from agentr1_lite.trainer import AgentR1Trainer
+
+    monkeypatch.chdir(work)
+    record_step = AgentR1Trainer._record
+    with monkeypatch.context() as patch:
+        patch.setattr(AgentR1Trainer, "_record", lambda self, metrics: (record_step(self, metrics), self.stop()))
+        assert main(["train", *small(**ONLINE)]) == 130
+    assert main(["train", *small(rlhf__offline_phase="true"), "--resume"]) == 2
+    assert "stopped in phase online, which is to follow on offline, which was left out now" in capsys.readouterr().err
+    assert main(["train", *small(**ONLINE, rlhf__online_rollouts=1)]) == 2
+    assert "run holds a run already" in capsys.readouterr().err
+    assert main(["train", *small(**ONLINE, rlhf__online_rollouts=1), "--fresh"]) == 2
+    assert "rlhf.online_rollouts is 1; expected 0, or at least training.group_size 2" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -11,15 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_lite import checks, doctor
 from agentr1_lite.advantages import estimate
+from agentr1_lite import checks, doctor, losses, update
 from agentr1_lite.batch import collate
 from agentr1_lite.checks import CHECKS, LESSONS, Case, Finding, examine, ratio_bound, sampled_mask, zero_variance_share
+from agentr1_lite.config import ALGORITHMS, TrainingConfig
 from agentr1_lite.doctor import Doctor, machine_check, observation_gradient, self_test
 from agentr1_lite.losses import policy_loss
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind
 from agentr1_lite.rollout import rollout
 from agentr1_lite.tasks import load_task
+from agentr1_lite.trainer import AgentR1Trainer
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +120,8 @@ def test_gradient_on_observations(trajectories, rank):
     wide = replace(batch, action_mask=response)
     bad = observation_gradient(policy, wide, sampled_mask(batch, trajectories), rows=9)
     assert bad.observations > 0
+    inverted = replace(batch, action_mask=~batch.action_mask)  # the first token of each row included
+    assert levels(Doctor(policy).examine(trajectories, inverted, {}))["observation_gradients"] == "fail"
     found = levels(Doctor(policy).examine(trajectories, wide, {"loss": 0.0}))
     assert found["loss_mask"] == found["observation_gradients"] == "fail"
 
@@ -131,6 +136,122 @@ def test_gradient_through_the_policy_loss(policy, trajectories):
     measured = observation_gradient(policy, batch, loss=loss)
     assert measured.observations == 0.0 and measured.actions > 0
     assert verdict("observation_gradients", gradients=doctor.Gradients(0.0, 0.0)) == "fail"
+
+
+def shifted(mask: torch.Tensor, by: int) -> torch.Tensor:
+    out = torch.zeros_like(mask)
+    out[:, max(by, 0) : mask.shape[1] + min(by, 0)] = mask[:, max(-by, 0) : mask.shape[1] - max(by, 0)]
+    return out
+
+
+def behind_the_first(batch) -> torch.Tensor:
+    """Nothing stands before a row's first token, so the forward pass refuses it as an action."""
+    return torch.arange(batch.action_mask.shape[1]) > 0
+
+
+WRONG_MASKS = {
+    "one token late": lambda batch: shifted(batch.action_mask, 1),
+    "one token early": lambda batch: shifted(batch.action_mask, -1),
+    "inverted": lambda batch: ~batch.action_mask & batch.attention_mask & behind_the_first(batch),
+    "everything behind the prompt": update.response_mask,
+    "everything": lambda batch: batch.attention_mask & behind_the_first(batch),
+    "the first turn alone": lambda batch: batch.action_mask & (batch.turn_ids == 0),
+}
+
+
+def one_step(folder, algorithm="GRPO", turns=3, rank=0, **training):
+    training = {"batch_size": 3, "group_size": 3, "critic_warmup": 0, "algorithm": algorithm, **training}
+    config = {"training": training, "run": {"output": str(folder), "progress": False}}
+    trainer = AgentR1Trainer(tiny.policy(lora_rank=rank), config)
+    trainer.online_rl(tiny.ScoredEnv(max_turns=turns), 9, tasks=tiny.tasks(3))
+    return {finding.check: finding for finding in trainer.findings}["observation_gradients"]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("name", WRONG_MASKS)
+def test_a_wrong_mask_of_the_step_is_seen(name, turns, monkeypatch, tmp_path):
+    """The gradient is that of the loss the step descends, whatever its mask was made of."""
+    made, prepare = [], update.prepare
+
+    def wrong(*args, **options):
+        experience = prepare(*args, **options)
+        made.append(experience.batch.action_mask)
+        batch = replace(experience.batch, action_mask=WRONG_MASKS[name](experience.batch))
+        spread = experience.advantages.abs().amax(-1, keepdim=True).expand_as(experience.advantages)
+        return replace(experience, batch=batch, advantages=spread)
+
+    monkeypatch.setattr(update, "prepare", wrong)
+    finding = one_step(tmp_path, turns=turns, kl_weight=0)
+    same = name in ("everything behind the prompt", "the first turn alone") and turns == 1
+    assert finding.level == ("ok" if same else "fail")
+
+
+@pytest.mark.parametrize("name", ["one token late", "one token early", "inverted", "the first turn alone"])
+def test_a_wrong_mask_inside_the_loss_is_seen(name, monkeypatch, tmp_path):
+    """The batch is right, and the loss leaves actions out: log-probs off the mask have no gradient to be seen."""
+    inner = losses.policy_loss
+
+    def wrong(new, old, advantages, mask, **options):
+        turns = torch.where(mask, (mask & ~shifted(mask, 1)).cumsum(-1) - 1, -1)
+        row = SimpleNamespace(action_mask=mask, attention_mask=torch.ones_like(mask), turn_ids=turns)
+        return inner(new, old, advantages, WRONG_MASKS[name](row), **options)
+
+    monkeypatch.setattr(losses, "policy_loss", wrong)
+    assert one_step(tmp_path, kl_weight=0).level == "fail"
+
+
+def test_the_switch_of_the_loss_mask_is_seen(tmp_path):
+    finding = one_step(tmp_path, loss_mask=False)
+    assert finding.level == "fail" and "did not write" in finding.message
+
+
+RIGHT = {
+    **{name: {"algorithm": name} for name in ALGORITHMS},
+    "entropy and KL": {"entropy_weight": 0.1, "kl_weight": 0.1},
+    "GSPO": {"loss": "gspo"},
+    "CISPO": {"algorithm": "cispo"},
+    "reinforce": {"loss": "reinforce", "temperature": 0.7},
+    "several updates": {"updates_per_batch": 3, "mini_batches": 2, "lr": 0.01, "clip_low": 0.001, "clip_high": 0.001},
+    "LoRA": {"rank": 4},
+    "other advantages": {"advantage_mask": False},
+    "constant": {"aggregation": "constant"},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_mask_is_exactly_right(name, tmp_path):
+    assert one_step(tmp_path, **RIGHT[name]).level == "ok"
+
+
+def test_the_measured_loss_is_the_one_of_the_step(policy, trajectories):
+    """Its gradient on states, carried down to the weights by autograd, is the gradient that the step adds to them."""
+    policy = tiny.policy()
+    policy.freeze_reference()
+    config = TrainingConfig(kl_weight=0.1, entropy_weight=0.05, temperature=0.8)
+    for i, t in enumerate(trajectories):
+        t.reward = float(i % 3)
+    experience = update.prepare(policy, trajectories, config)
+    rows = torch.arange(len(experience.batch))
+    experience.old_logprobs = update.in_micro_batches(
+        lambda part: policy.log_probs(part, temperature=0.8).logprobs.detach(), experience.batch, 10**6
+    )
+    mask = sampled_mask(experience.batch, trajectories)
+    found = doctor.step_gradient(policy, experience, config, mask, rows=len(rows), max_length=300)
+    held = []
+    hook = policy.causal.base_model.register_forward_hook(lambda *a: held.append(a[2].last_hidden_state))
+    out = policy.log_probs(experience.batch, share_prompt=False, **update.reading(config))
+    hook.remove()
+    held[0].retain_grad()
+    update.actor_loss(out, experience, rows, config, max_length=300)[0].backward()
+    before = held[0].grad.abs().amax(-1)[:, :-1]
+    acted = experience.batch.action_mask[:, 1 : before.shape[1] + 1]
+    assert found.actions == pytest.approx(float(before[acted].max()), rel=1e-4) and found[::2] == (0.0, 0)
+    whole = [p.grad.clone() for p in policy.actor_parameters()]
+    for p in policy.actor_parameters():
+        p.grad = None
+    update.actor_gradient(policy, experience, rows, config, max_length=300)
+    for p, wanted in zip(policy.actor_parameters(), whole, strict=True):
+        torch.testing.assert_close(p.grad, wanted, atol=1e-6, rtol=1e-4)
 
 
 def test_gradient_is_measured_once_in_a_while(policy, trajectories, monkeypatch):

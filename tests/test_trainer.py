@@ -16,6 +16,7 @@ import tiny
 import torch
 from safetensors.torch import load_file
 
+from agentr1_lite import advantages, update
 from agentr1_lite.collect import collect
 from agentr1_lite.config import ALGORITHMS, TrainingConfig
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, load_jsonl, save_jsonl
@@ -47,6 +48,7 @@ VARIANTS = {
     **{name: {"algorithm": name} for name in ALGORITHMS},
     "GSPO": {"ratio": "sequence", "aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4},
     "CISPO": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+    **{name: {"algorithm": name} for name in ("opo", "gpg", "grpo_passk", "gspo", "dapo", "cispo")},
     "entropy bonus": {"entropy_weight": 0.05},
     "KL in the reward": {"kl_in": "reward", "kl_weight": 0.1},
     "KL in PPO's loss": {"algorithm": "PPO", "kl_in": "loss", "kl_weight": 0.1},
@@ -75,6 +77,31 @@ def test_one_online_step_by_name(name, tmp_path):
     assert ("value_loss" in row) == (trainer.config.training.algorithm in ("PPO", "turn-level GAE", "n-step"))
     assert ("entropy" in row) == (trainer.config.training.entropy_weight > 0)
     assert row["frac_reward_zero_std"] < 1 and policy.version == 1
+
+
+@pytest.mark.parametrize("reads", ["values", "baseline"])
+def test_an_estimator_of_ones_own_is_given_what_it_names(reads, monkeypatch, tmp_path):
+    """Whatever its function is called: a critic for ``values``, greedy rollouts for ``baseline``."""
+    monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
+    monkeypatch.setattr(advantages, "_KEYS", dict(advantages._KEYS))
+    seen = []
+    if reads == "values":
+
+        @advantages.estimator("My own")
+        def grpo(rewards, mask, values, *, gamma=1.0):
+            seen.append(values)
+            return rewards - values, rewards
+    else:
+
+        @advantages.estimator("My own")
+        def gae(rewards, mask, *, baseline):
+            seen.append(baseline)
+            return torch.where(mask, rewards.sum(-1, keepdim=True) - baseline[:, None], 0.0), rewards
+
+    trainer = trainer_for(tmp_path, algorithm="my_own")
+    (row,) = trainer.online_rl(tiny.ScoredEnv(), 6, tasks=tiny.tasks(3))
+    assert len(seen) == 1 and row["grad_norm"] > 0 and ("value_loss" in row) == (reads == "values")
+    assert update.kl_place(trainer.config.training) == ("reward" if reads == "values" else "loss")
 
 
 def test_a_critic_warms_up_alone(tmp_path):
