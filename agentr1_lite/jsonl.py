@@ -78,14 +78,12 @@ def decode(data: bytes, name: str) -> str:
 
 def read_text(path: str | Path) -> str:
     """The text of a UTF-8 file; raises :class:`DataError` naming the file."""
-    try:
-        return decode(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    return decode(read_data(Path(path))[0], str(path))
 
 
 FORMS = "JSON Lines, JSON, CSV, Parquet or Arrow, plain or packed as .gz, .bz2, .xz or .zst"
-SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
+COLUMNS = (".parquet", ".arrow", ".feather")
+SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", *COLUMNS)
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 
 
@@ -105,9 +103,9 @@ FOREIGN = {b"PK\x03\x04": "a zip archive", b"7z\xbc\xaf": "a 7z archive", b"SQLi
 TABLES = {b"PAR1": ".parquet", b"ARROW1": ".arrow", b"\xff\xff\xff\xff": ".arrow"}
 
 
-def is_data(path: Path) -> bool:
-    """Whether a file's name is that of rows, packed or not."""
-    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower() in SUFFIXES
+def form_of(path: Path) -> str:
+    """The suffix of a file's name, packed or not, in small letters."""
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower()
 
 
 def read_data(path: Path) -> tuple[bytes, str]:
@@ -119,8 +117,8 @@ def read_data(path: Path) -> tuple[bytes, str]:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    kind = (path.with_suffix("") if path.suffix in PACKED else path).suffix.lower()
-    if not data and (path.suffix in PACKED or kind in (".parquet", ".arrow", ".feather")):
+    kind = form_of(path)
+    if not data and (path.suffix in PACKED or kind in COLUMNS):
         raise DataError(f"{path}: is empty; download or write it again")
     unpack = next((found for start, found in UNPACK.items() if data.startswith(start)), bytes)
     try:
@@ -252,7 +250,7 @@ def read_numbered(path: str | Path) -> tuple[list[tuple[int, Row]], list[Problem
     if "*" in path.name and not path.exists():
         return _read_all(path)
     data, kind = read_data(path)
-    if kind in (".csv", ".tsv", ".parquet", ".arrow", ".feather"):
+    if kind in SUFFIXES[2:]:
         return list(enumerate(_table(data, kind, path), 1)), []
     text = decode(data, str(path))
     read = _array if text.lstrip()[:1] == "[" else _lines
@@ -288,7 +286,7 @@ def shards(folder: Path) -> list[Path]:
     """
     found: dict[Path, int] = {}
     for path in sorted(folder.iterdir()):
-        if is_data(path) and (numbered := re.search(r"-(\d+)-of-(\d+)(?=\.)", path.name)):
+        if form_of(path) in SUFFIXES and (numbered := re.search(r"-(\d+)-of-(\d+)(?=\.)", path.name)):
             name = f"{path.name[: numbered.start(1)]}*{path.name[numbered.end(1) :]}"
             found[folder / name] = found.get(folder / name, 0) + 1
     for pattern, count in found.items():

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.index_files import as_path
-from agentr1_lite.jsonl import FORMS, DataError, Problem, is_data, read_numbered, shards
+from agentr1_lite.jsonl import FORMS, SUFFIXES, DataError, Problem, form_of, read_numbered, shards
 from agentr1_lite.loading import hub_host, hub_reachable
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import Passage, RetrievalError, is_count, make_search_tool, one_line, unique_passages
@@ -93,7 +93,9 @@ def find_file(folder: Path, benchmark: str, split: str) -> Path:
 def _data_files(folder: Path) -> list[Path]:
     """The data files of a folder, numbered ones as one; where none names a split, those of its folders too."""
     found, inside = shards(folder), sorted(folder.iterdir())
-    found += [p for p in inside if is_data(p) and p.is_file() and not any(p.match(str(one)) for one in found)]
+    found += [
+        p for p in inside if form_of(p) in SUFFIXES and p.is_file() and not any(p.match(str(one)) for one in found)
+    ]
     if not any(_named_split(Path(p.name)) for p in found):
         found += [p for below in inside if below.is_dir() and below.name[0] != "." for p in _data_files(below)]
     return [p for p in found if p.name not in DESCRIPTIONS]
@@ -204,8 +206,8 @@ def load_split(
     """Tasks, passages and problems of one split.
 
     Args:
-        path_or_hub: an official-format JSON or JSON Lines file, a folder of
-            them, ``"hub"`` for the benchmark's own repository, or ``owner/name``.
+        path_or_hub: a file of official rows (see ``jsonl.py`` for its formats), a name with a star, a folder of them
+            or of the hub's, ``"hub"`` for the benchmark's own repository, or ``owner/name``.
         split: train, dev (also validation) or test. A single file is that split
             as a whole unless ``dev_share`` divides it.
         limit: at most so many tasks, from the top; from the hub only so many rows are downloaded, so that

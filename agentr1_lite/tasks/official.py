@@ -58,6 +58,8 @@ def plain(value: Any) -> Any:
     """``value`` without the types of NumPy and pandas: lists, Python's numbers, None for what is missing."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
