@@ -25,6 +25,7 @@ from agentr1_lite.rewards import Episode
 from agentr1_lite.rollout import rollout
 from agentr1_lite.scoring import (
     bootstrap_interval,
+    evidence_recall,
     mean_interval,
     normalize,
     paired_difference_interval,
@@ -179,11 +180,9 @@ def _words(value: Any, unit: str = "") -> str:
 
 
 def _recall(task: Task, trajectory: Trajectory | Episode) -> float | None:
-    if not task.evidence:
-        return None
     results = [result for turn in trajectory.turns for result in turn.results]
-    shown = {title for result in results for title in (result.get("info") or {}).get("titles", ())}
-    return len(shown & set(task.evidence)) / len(set(task.evidence))
+    shown = [title for result in results for title in (result.get("info") or {}).get("titles", ())]
+    return evidence_recall(task.evidence, shown)
 
 
 def _row(task: Task, answer: str | None, benchmark: str, **found: Any) -> Row:
@@ -351,8 +350,7 @@ def naive_rag(policy: Any, task_set: Any, *, k: int | None = None, **options: An
     report = evaluate(policy, task_set, name="naive_rag", env=_reading_env(task_set), ask=ask, **options)
     tasks = options.get("tasks")
     for row, task in zip(report.rows, task_set.tasks if tasks is None else tasks, strict=True):
-        titles = {p.title for p in found(task)}
-        row["recall"] = len(titles & set(task.evidence)) / len(set(task.evidence)) if task.evidence else None
+        row["recall"] = evidence_recall(task.evidence, [p.title for p in found(task)])
     return report
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.jsonl import DataError, Row, parse_row, read_rows, read_text, write_rows, write_text
+from agentr1_lite.jsonl import DataError, Row, parse_row, read_rows, read_text, shards, write_rows, write_text
 
 PASSAGES, MANIFEST = "passages.jsonl", "index.json"  # what every saved index holds
 
@@ -27,7 +27,7 @@ def saved_folder(path: str | Path) -> Path | None:
     """The folder at ``path``, or its former one where a save was killed between its two renames; None where neither."""
     path = as_path(path, "path")
     if path.exists():
-        return path if path.is_dir() else None
+        return path if path.is_dir() and ((path / MANIFEST).exists() or not shards(path)) else None
     former = _former(path)
     return former if former.is_dir() else None
 

@@ -19,6 +19,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from agentr1_lite.jsonl import write_rows
+from agentr1_lite.scoring import gold_list
+
 ROUNDING = 1e-3  # how far above 0 the log-prob of a sure token may come out
 
 
@@ -59,9 +62,13 @@ class Task:
     evidence: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in ("golds", "evidence"):  # a text is one of them, not a list of letters
+            object.__setattr__(self, name, tuple(gold_list(getattr(self, name), f"task {self.id!r}: {name}")))
+
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Task:
-        return cls(**{**row, "golds": tuple(row["golds"]), "evidence": tuple(row.get("evidence", ()))})
+        return cls(**{**row, "golds": row["golds"]})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -293,7 +300,7 @@ class Trajectory:
 
     def to_dict(self) -> dict[str, Any]:
         row = asdict(self)
-        row["stop_reason"] = self.stop_reason.value
+        row["stop_reason"] = StopReason(self.stop_reason).value
         for turn in row["turns"]:
             turn["kind"] = TurnKind(turn["kind"]).value
         for segment in row["segments"]:
@@ -303,6 +310,8 @@ class Trajectory:
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Trajectory:
         """The trajectory of a row of `to_dict`; raises ``ValueError`` naming the field that does not fit."""
+        if isinstance(row, Mapping) and row.get("golds") is not None:
+            row = {**row, "golds": gold_list(row["golds"])}
         row = _fitting(cls, row, "", ("segments", "turns", "stop_reason"))
         segments, turns = [], []
         for i, given in enumerate(row["segments"]):
@@ -368,14 +377,21 @@ def states(trajectory: Trajectory, task: Task | None = None) -> Iterator[tuple[S
 
 
 def save_jsonl(path: str | Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line; the file appears only when it is whole."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8", newline="\n") as file:
-        for trajectory in trajectories:
-            file.write(json.dumps(trajectory.to_dict(), ensure_ascii=False) + "\n")
-    part.replace(path)
+    """Write one trajectory a line; the file appears only when it is whole, and `load_jsonl` reads each of its rows.
+
+    Raises ``ValueError`` on a trajectory that could not be read again, such as one whose reward is NaN.
+    """
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, trajectory in enumerate(trajectories, 1):
+            try:
+                row = trajectory.to_dict()
+                Trajectory.from_dict(row)
+            except ValueError as error:
+                raise ValueError(f"{path}: row {number} is no trajectory ({error}); nothing was written") from error
+            yield row
+
+    write_rows(path, rows())
 
 
 def load_jsonl(path: str | Path) -> list[Trajectory]:

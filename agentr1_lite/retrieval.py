@@ -18,6 +18,7 @@ import random
 import re
 import threading
 import unicodedata
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,9 +36,20 @@ from bm25s.tokenization import Tokenized
 from agentr1_lite.index_files import as_path, read_index, saved_folder, write_index
 from agentr1_lite.jsonl import DataError, Problem, read_numbered
 from agentr1_lite.mdp import Task
+from agentr1_lite.scoring import is_missing, number_text, title_key
 from agentr1_lite.tools import EMPTY_RESULT, Tool, ToolResult
 
 WORD = re.compile(r"\w+")
+HAN = "\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"  # each character is a word or a part of one
+# Scripts that put no space between words, or as Korean write what belongs to a word at its end: Han, kana, Bopomofo,
+# Hangul, Thai, Lao, Burmese and Khmer with their marks
+UNSPACED = re.compile(
+    f"[{HAN}\u3041-\u3096\u309d-\u30fa\u30fc-\u312f\u31a0-\u31bf\u31f0-\u31ff\uac00-\ud7a3"
+    "\u0e01-\u0e4e\u0e50-\u0e59\u0e80-\u0eff\u1000-\u1049\u1050-\u109f\ua9e0-\ua9fe\uaa60-\uaa7f\u1780-\u17d3\u17e0-\u17e9]+"
+)
+MIXED = 0.2  # the share of a title's or text's characters in them from which it is split
+HAN_ONE = re.compile(f"[{HAN}]")
+SEVERAL_QUOTED = re.compile(r'"(?!\s)[^"]+(?<!\s)"\W(?:.*\W)?"(?!\s)[^"]+(?<!\s)"')  # "Love" and "Hate"
 STOP_WORDS = frozenset(STOPWORDS_EN) | {"s"}  # "s" is what stays of 's
 CACHED_QUERIES = 65_536
 CACHED_QUERY_CHARS = 1_000
@@ -56,14 +68,31 @@ class Passage:
     @property
     def key(self) -> tuple[str, str]:
         """What makes a passage one: several texts may share a title, and each may be evidence."""
-        return self.title, self.text
+        return title_key(self.title), self.text
+
+
+def unquoted(title: str) -> str:
+    """A title without the pair of quotes that encloses the whole of it; those inside it are its own.
+
+    Corpora that come from a table also double the quotes inside or put a backslash before them.
+    """
+    inner = title[1:-1]
+    if len(title) < 2 or title[0] != '"' or title[-1] != '"':
+        return title
+    for mark in ('\\"', '""'):
+        if mark in inner and '"' not in inner.replace(mark, ""):
+            return inner.replace(mark, '"')
+    return title if SEVERAL_QUOTED.fullmatch(title) else inner
 
 
 def split_contents(contents: str, title: str = "") -> tuple[str, str]:
     """Title and text of ``contents``, where Search-R1 and KILT corpora keep ``"title"``, a line break and the text."""
-    head, _, rest = contents.partition("\n")
-    head = head.strip().strip('"')
-    return (head, rest) if rest and head == (title or head) else (title, contents)
+    first, _, rest = contents.partition("\n")
+    first = first.strip()
+    head = unquoted(first)
+    if title:  # which may stand at the head of the text too
+        return (title, rest) if rest and title_key(title) in (title_key(head), title_key(first)) else (title, contents)
+    return (head, rest) if rest.strip() or "\n" in contents and head != first else (title, contents)
 
 
 def as_passage(value: Passage | Mapping[str, Any] | str, place: int) -> Passage:
@@ -71,10 +100,10 @@ def as_passage(value: Passage | Mapping[str, Any] | str, place: int) -> Passage:
     if isinstance(value, str):
         value = Passage("", value)
     elif isinstance(value, Mapping):
-        title, text, identity = ("" if value.get(name) is None else value[name] for name in ("title", "text", "id"))
+        title, text, identity = ("" if is_missing(value.get(n)) else value[n] for n in ("title", "text", "id"))
         if not text and isinstance(value.get("contents"), str):
             title, text = split_contents(value["contents"], title)
-        value = Passage(title, text, id=str(identity))
+        value = Passage(title, text, id=number_text(identity) if isinstance(identity, float) else str(identity))
     if not isinstance(value, Passage) or not isinstance(value.title, str) or not isinstance(value.text, str):
         raise DataError(f"passage {place}: expected a title and a text, both strings; found {str(value)[:80]!r}")
     return value
@@ -89,15 +118,38 @@ def unique_passages(passages: Iterable[Passage | Mapping[str, Any] | str]) -> li
     return [replace(p, score=0.0, id=p.id or str(i)) for i, p in enumerate(found.values())]
 
 
-def words(text: str) -> list[str]:
-    """The words BM25 counts: case-folded, compatibility forms unified, stop words dropped."""
-    return [w for w in WORD.findall(unicodedata.normalize("NFKC", text).casefold()) if w not in STOP_WORDS]
+def words(text: str, share: float = 0.0) -> list[str]:
+    """The words BM25 counts: case-folded, compatibility forms unified, stop words dropped.
+
+    A text of stop words alone, such as the name "The The", gives them and itself as one word. Scripts without spaces
+    give each pair of neighbouring characters, as in Lucene, and Han each character too, where at least ``share`` of the
+    text is in them: names in brackets do not make an English passage longer. A query, of which any share will do, gives
+    them as they stand too.
+    """
+    text = unicodedata.normalize("NFKC", text).casefold()
+    found, runs = WORD.findall(text), [] if text.isascii() else UNSPACED.findall(text)
+    pieces = []
+    if runs and sum(map(len, runs)) >= share * len(text):
+        whole, found = found, WORD.findall(UNSPACED.sub(" ", text))
+        for run in runs:
+            pieces += [run[i : i + 2] for i in range(len(run) - 1)] or [run]
+            pieces += HAN_ONE.findall(run) if len(run) > 1 else []
+        pieces += [] if share else [w for w in whole if len(w) > 2 and w not in found]
+    kept = [w for w in found if w not in STOP_WORDS] + pieces
+    return kept or list(dict.fromkeys([*found, " ".join(found)]) if found else [])
 
 
 def _numbered_words(passages: Sequence[Passage]) -> Tokenized:
     """The words of each passage as numbers: a number per occurrence costs a tenth of a string's memory."""
     vocabulary: dict[str, int] = {}
-    ids = [[vocabulary.setdefault(w, len(vocabulary)) for w in words(f"{p.title}\n{p.text}")] for p in passages]
+    found = (words(p.title, MIXED) + words(p.text, MIXED) for p in passages)  # a title may be stop words alone
+    ids = [[vocabulary.setdefault(w, len(vocabulary)) for w in bag] for bag in found]
+    if empty := [p for p, bag in zip(passages, ids, strict=True) if not bag]:
+        warnings.warn(
+            f"BM25: {len(empty)} of {len(passages)} passages hold no word, so no query finds them; the first is "
+            f"{empty[0].id!r} with the text {empty[0].text!r:.60}",
+            stacklevel=3,
+        )
     return Tokenized(ids=ids, vocab=vocabulary)
 
 
@@ -136,6 +188,10 @@ class BM25:
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
         self._cached = lru_cache(maxsize=CACHED_QUERIES)(self._search)
+
+    def has_words(self, query: str | None) -> bool:
+        """Whether there is anything in ``query`` to look for."""
+        return query is not None and bool(words(str(query)))
 
     def scores(self, query: str) -> np.ndarray:  # (N,)
         """The score of every passage for ``query``."""
@@ -204,11 +260,13 @@ def load_passages(path: str | Path) -> list[Passage]:
     passages, problems = read_passages(as_path(path, "path"))
     if problems:
         raise DataError(f"{problems[0]}; repair the row or load the others with read_passages")
+    if not passages:
+        raise DataError(f"{path}: holds no passages (0); give a file of rows with title and text")
     return passages
 
 
 def read_passages(path: str | Path) -> tuple[list[Passage], list[Problem]]:
-    """Passages of a JSON Lines file or JSON array (see :func:`as_passage`), and the rows that are none."""
+    """Passages of a data file (see :func:`as_passage`), and the rows that are none."""
     rows, problems = read_numbered(path)
     passages = []
     for line, row in rows:
@@ -293,7 +351,8 @@ class SearchTool(Tool):
     """Search the corpus; with ``failing`` or ``noisy`` above 0 a stochastic environment ``P_E``.
 
     All draws come from the episode's generator, so an episode is a function of
-    its seed. ``result.info`` holds the ``titles`` and ``ids`` that were shown.
+    its seed. ``result.info`` holds the ``titles`` and ``ids`` that were shown;
+    the flag ``no_words`` marks a query in which there was nothing to look for.
     An in-process index is searched in the caller's thread, any other with a
     deadline and with one batch for all calls of a turn.
     """
@@ -341,13 +400,15 @@ class SearchTool(Tool):
         """:meth:`execute` for several calls with one batch of queries."""
         broken = [bool(self.failing) and self.rng.random() < self.failing for _ in batch]
         queries = [args.get("query") for args, fails in zip(batch, broken, strict=True) if not fails]
-        found = iter(self.index.search_batch(queries, self.k))
-        return [FAILED if fails else self._show(next(found)) for fails in broken]
+        found = iter(zip(queries, self.index.search_batch(queries, self.k), strict=True))
+        return [FAILED if fails else self._show(*next(found)) for fails in broken]
 
-    def _show(self, found: list[Passage]) -> ToolResult:
+    def _show(self, query: Any, found: list[Passage]) -> ToolResult:
         shown = [self._noise(passage) for passage in found] if self.noisy else found
         info = {"titles": [p.title for p in shown], "ids": [p.id for p in shown]}
         flags = ("noisy",) if [p.key for p in shown] != [p.key for p in found] else ()
+        if not found and not getattr(self.index, "has_words", bool)(query):
+            flags = ("no_words",)  # nothing was looked for
         return ToolResult(self.render(shown) if shown else EMPTY_RESULT, flags=flags, info=info)
 
     def _noise(self, passage: Passage) -> Passage:

@@ -16,6 +16,7 @@ from agentr1_lite.index_files import saved_folder
 from agentr1_lite.jsonl import DataError
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import BM25, Passage, RetrievalError, load_passages
+from agentr1_lite.scoring import evidence_recall
 from agentr1_lite.search_server import HTTPRetriever
 
 __all__ = ["RETRIEVERS", "Dense", "HTTPRetriever", "RetrievalError", "Retriever", "make_retriever", "recall_at_k"]
@@ -112,7 +113,6 @@ def recall_at_k(retriever: Retriever, tasks: Iterable[Task], ks: Sequence[int] =
     found = retriever.search_batch([task.question for task in tasks], max(ks))
     totals = dict.fromkeys(ks, 0.0)
     for task, passages in zip(tasks, found, strict=True):
-        gold = set(task.evidence)
         for k in ks:
-            totals[k] += len(gold & {p.title for p in passages[:k]}) / len(gold)
+            totals[k] += evidence_recall(task.evidence, [p.title for p in passages[:k]])
     return {k: total / len(tasks) for k, total in totals.items()}

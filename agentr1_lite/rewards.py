@@ -28,7 +28,7 @@ from typing import Any
 
 from agentr1_lite.mdp import StopReason, Task, Turn, TurnKind
 from agentr1_lite.schema import shown
-from agentr1_lite.scoring import score_answer
+from agentr1_lite.scoring import evidence_found, score_answer
 from agentr1_lite.toolcalls import strip_end
 
 
@@ -180,9 +180,8 @@ def repeated_call(episode: Episode, turn: Turn) -> float:
 @process_part
 def evidence(episode: Episode, turn: Turn) -> float:
     """Number of gold titles (``task.evidence``) found for the first time, from ``info["titles"]`` of results."""
-    gold = set(episode.task.evidence)
-    earlier = {title for t in episode.turns if t is not turn for title in _titles(t)}
-    return float(len(gold & (set(_titles(turn)) - earlier)))
+    gold, earlier = episode.task.evidence, [title for t in episode.turns if t is not turn for title in _titles(t)]
+    return float(len(evidence_found(gold, _titles(turn)) - evidence_found(gold, earlier)))
 
 
 @process_part

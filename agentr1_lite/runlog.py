@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agentr1_lite.config import Config, ConfigError, load_config
-from agentr1_lite.jsonl import read_rows, write_rows, write_text
+from agentr1_lite.jsonl import read_rows, row_line, write_rows, write_text
 from agentr1_lite.mdp import Task, Trajectory, save_jsonl
 from agentr1_lite.versions import versions
 
@@ -76,10 +75,10 @@ class RunLog:
         return moved
 
     def add(self, file: str, row: Mapping[str, Any]) -> None:
-        """Append a row; a number that JSON does not know (NaN) becomes null."""
-        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        """Append a row; a number that JSON does not know (NaN), however deep, becomes null."""
+        line = row_line(json.loads(json.dumps(row), parse_constant=lambda _: None))
         with (self.folder / file).open("a", encoding="utf-8", newline="\n") as out:
-            out.write(json.dumps(plain, ensure_ascii=False) + "\n")
+            out.write(line)
 
     def step(
         self,

@@ -8,13 +8,16 @@ normalisation; the Unicode-aware mode is a second number, never a replacement.
 
 from __future__ import annotations
 
+import html
+import math
 import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -91,18 +94,80 @@ F1: dict[str, Callable[[str, str], float]] = {
 }
 
 
-def gold_list(golds: str | Iterable[str | None] | None) -> list[str]:
-    """Accepted answers as a list of strings: one string is one answer, None and missing aliases are dropped."""
-    if golds is None:
+MISSING = ("None", "nan", "NaN", "NaT", "<NA>")  # how Python, NumPy and pandas write what is not there
+WRAPPERS = ("target", "ground_truth")  # of Search-R1 and verl: {"style": "rule", "ground_truth": {"target": [...]}}
+
+
+def is_missing(value: Any) -> bool:
+    """None, NaN, NaT or ``pd.NA``; a text never is, whatever it says."""
+    return value is None or (not isinstance(value, (str, bytes, Iterable)) and str(value) in MISSING)
+
+
+def number_text(value: int | float) -> str:
+    """A number as an answer is written: pandas and Parquet turn the year 1994 into 1994.0."""
+    return str(int(value)) if value == value // 1 else str(value)
+
+
+def gold_list(golds: Any, name: str = "golds") -> list[str]:
+    """Accepted answers, or other short texts called ``name``, as a list of strings.
+
+    A text is one answer, a number is written out, what is missing is dropped, and ``{"target": …}`` is opened. Raises
+    ``ValueError`` on anything else, such as lists in lists: nothing says what they mean.
+    """
+    while isinstance(golds, Mapping):
+        inner = [golds[key] for key in golds if key in WRAPPERS]
+        if len(inner) != 1 or not {"style", *WRAPPERS}.issuperset(golds):
+            raise ValueError(f"{name} is a dict with the keys {list(golds)!r:.80}, not a list of texts; give a list")
+        golds = inner[0]
+    if isinstance(golds, (np.ndarray, np.generic)):
+        golds = golds.tolist()
+    if is_missing(golds):
         return []
-    if isinstance(golds, (str, int, float)):
-        return [str(golds)]
-    return [str(gold) for gold in golds if gold is not None]
+    if not isinstance(golds, Iterable) or isinstance(golds, (str, bytes, bytearray)):
+        golds = [golds]
+    elif isinstance(golds, (set, frozenset)):
+        golds = sorted(golds, key=str)
+    found = []
+    for gold in golds:
+        gold = gold.item() if isinstance(gold, np.generic) else gold
+        if isinstance(gold, (int, float)) and not isinstance(gold, bool) and math.isfinite(gold):
+            found.append(number_text(gold))
+        elif isinstance(gold, str):
+            found.append(str(gold))
+        elif not is_missing(gold):
+            raise ValueError(f"{name} holds {gold!r:.60}, a {type(gold).__name__} and no text; write it as text")
+    return found
+
+
+INVISIBLE = re.compile("[\u00ad\u200b\u200e\u200f\u202a-\u202e\ufeff]")
+
+
+def title_key(title: str) -> str:
+    """The form in which two titles are compared, wherever they are.
+
+    HTML entities are resolved, invisible characters removed, letters composed (NFC), and an underscore, as addresses
+    of pages have it, and any run of white space are a space. Case, accents, punctuation and quotes tell pages apart
+    and stay.
+    """
+    for _ in range(2):  # some dumps are escaped twice
+        title = html.unescape(title)
+    return " ".join(unicodedata.normalize("NFC", INVISIBLE.sub("", title)).replace("_", " ").split())
+
+
+def evidence_found(evidence: Iterable[str], shown: Iterable[str]) -> set[str]:
+    """Which of the gold titles are among those that were shown, each as its :func:`title_key`."""
+    return {title_key(title) for title in evidence} & {title_key(title) for title in shown if isinstance(title, str)}
+
+
+def evidence_recall(evidence: Iterable[str], shown: Iterable[str]) -> float | None:
+    """|gold titles ∩ titles shown| / |gold titles|, None without gold titles."""
+    gold = {title_key(title) for title in evidence}
+    return len(evidence_found(gold, shown)) / len(gold) if gold else None
 
 
 def score_answer(
     prediction: str | None,
-    golds: str | Iterable[str | None] | None,
+    golds: str | float | Iterable[str | float | None] | Mapping[str, Any] | None,
     benchmark: str = "hotpotqa",
     *,
     mode: str = "official",

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_lite.advantages import estimate
 from agentr1_lite import checks, doctor, losses, update
+from agentr1_lite.advantages import estimate
 from agentr1_lite.batch import collate
 from agentr1_lite.checks import CHECKS, LESSONS, Case, Finding, examine, ratio_bound, sampled_mask, zero_variance_share
 from agentr1_lite.config import ALGORITHMS, TrainingConfig

@@ -143,3 +143,14 @@ def test_task_retriever_and_scorer_hang_together_on_real_rows(benchmark, em, rec
     found = load_task(benchmark, path=REAL, limit=100)
     report = run_baseline("scripted_expert", None, found)
     assert report.mean("em") >= em and report.mean("recall") >= recall
+
+
+def test_titles_in_other_writing_are_evidence_everywhere(task_set, tmp_path):
+    found = task_set([row("bridge", "Which river?", "the North Sea", ["Vik", "Elv"])])
+    same = [["Vik\u00a0", "Vik is a town on the Elv."], ["E\u200blv", "The river Elv reaches the North Sea."]]
+    write_rows(tmp_path / "corpus.jsonl", [{"title": title, "text": text} for title, text in same])
+    other = task_set([row("bridge", "Which river?", "the North Sea", ["Vik", "Elv"])], corpus=tmp_path / "corpus.jsonl")
+    for each in (found, other):
+        (one,) = run_baseline("scripted_expert", None, each).rows
+        assert (one["answer"], one["recall"]) == ("the North Sea", 1.0)
+    assert {p.title for p in other.passages} == {title for title, _ in same}

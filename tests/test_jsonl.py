@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
+import io
 import json
+import lzma
 import os
+import tarfile
+import zipfile
 
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,3 +208,167 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
     write_text(tmp_path / "file", "x")
     with pytest.raises(DataError, match="cannot be written"):
         write_text(tmp_path / "file" / "below", "x")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"a": float("inf")},
+        {"a": [{"b": float("nan")}]},
+        {"a": {1: "x", "1": "y"}},
+        {"a": [{None: 1}]},
+        {("a", "b"): 1},
+        {"\ud800": 1},
+        {"a": {1, 2}},
+        {"a": 10**5000},
+    ],
+)
+@pytest.mark.parametrize("before", [(), ({"ok": 1},)])
+def test_what_would_be_read_otherwise_is_refused_and_nothing_is_left(tmp_path, row, before):
+    with pytest.raises(DataError, match=f"rows.jsonl: row {len(before) + 1} cannot be written as JSON") as caught:
+        write_rows(tmp_path / "new" / "deep" / "rows.jsonl", [*before, row])
+    assert isinstance(caught.value, TypeError) and list(tmp_path.iterdir()) == []
+
+
+WRITABLE = st.recursive(
+    VALUES | st.floats() | st.text(max_size=3) | st.just(b"x"),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2) | st.integers(0, 2), inner, max_size=2)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.dictionaries(st.text(max_size=3), WRITABLE, max_size=2), min_size=1, max_size=3))
+def test_whatever_is_written_is_read_back_equal(tmp_path_factory, rows):
+    folder = tmp_path_factory.mktemp("rows")
+    try:
+        write_rows(folder / "rows.jsonl", rows)
+    except DataError:
+        assert list(folder.iterdir()) == []
+    else:
+        assert read_rows(folder / "rows.jsonl") == (rows, [])
+
+
+# Packed files, tables and folders of them
+
+TABLE = [{"id": "q1", "golds": ["Oslo", "Christiania"], "n": 1}, {"id": "q2", "golds": [], "n": None}]
+
+
+def as_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def as_parquet(rows):
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def as_arrow(rows, form=pa.ipc.new_file):
+    table, file = pa.Table.from_pylist(rows), io.BytesIO()
+    with form(file, table.schema) as writer:
+        writer.write_table(table)
+    return file.getvalue()
+
+
+PACK = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("pack", PACK)
+@pytest.mark.parametrize(
+    "name, made", [("rows.jsonl", as_lines), ("rows.json", lambda rows: json.dumps(rows).encode())]
+)
+def test_packed_files_are_read_by_what_they_hold(tmp_path, pack, name, made):
+    for path in (tmp_path / (name + pack), tmp_path / name):  # with a name that tells it and with one that does not
+        path.write_bytes(PACK[pack](made(TABLE)))
+        assert read_rows(path) == (TABLE, [])
+
+
+def test_zstandard_is_read(tmp_path):
+    with pa.OSFile(str(tmp_path / "rows.jsonl.zst"), "wb") as file, pa.CompressedOutputStream(file, "zstd") as out:
+        out.write(as_lines(TABLE))
+    assert read_rows(tmp_path / "rows.jsonl.zst") == (TABLE, [])
+
+
+@pytest.mark.parametrize(
+    "name, data",
+    [
+        ("rows.parquet", as_parquet(TABLE)),
+        ("rows.arrow", as_arrow(TABLE)),
+        ("data-00000-of-00001.arrow", as_arrow(TABLE, pa.ipc.new_stream)),
+        ("rows.feather", as_arrow(TABLE)),
+        ("rows.parquet.gz", gzip.compress(as_parquet(TABLE))),
+        ("no-name", as_parquet(TABLE)),
+    ],
+)
+def test_tables_are_rows(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    assert read_numbered(tmp_path / name) == ([(1, TABLE[0]), (2, TABLE[1])], [])
+
+
+def test_csv_holds_texts(tmp_path):
+    frame = pd.DataFrame([{"title": "Oslo, a city", "text": 'It is "old".\nIt is grey.', "n": "007"}])
+    for name, cut in (("rows.csv", ","), ("rows.tsv", "\t"), ("rows.csv.gz", ",")):
+        frame.to_csv(tmp_path / name, sep=cut, index=False)
+        assert read_rows(tmp_path / name) == (frame.to_dict("records"), [])
+    (tmp_path / "nulls.csv").write_text("a,b\nNone,\nnan,1.0\n")
+    assert read_rows(tmp_path / "nulls.csv")[0] == [{"a": "None", "b": ""}, {"a": "nan", "b": "1.0"}]
+
+
+def zipped():
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("rows.jsonl", as_lines(TABLE))
+    return file.getvalue()
+
+
+def tarred():
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("rows.jsonl"))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name, data, reason",
+    [
+        ("rows.jsonl.gz", gzip.compress(as_lines(TABLE * 99))[:-20], "is cut off or damaged"),
+        ("rows.jsonl.gz", gzip.compress(as_lines(TABLE * 99))[:40] + b"x" * 40, "is cut off or damaged"),
+        ("rows.jsonl.bz2", bz2.compress(as_lines(TABLE * 99))[:-20], "is cut off or damaged"),
+        ("rows.jsonl.xz", lzma.compress(as_lines(TABLE * 99))[:-20], "is cut off or damaged"),
+        ("rows.jsonl.gz", b"", "is empty"),
+        ("rows.parquet", b"", "is empty"),
+        ("rows.parquet", as_parquet(TABLE)[:-9], "cannot be read as parquet"),
+        ("rows.parquet", b"<html>", "cannot be read as parquet"),
+        ("rows.arrow", as_arrow(TABLE)[:99], "cannot be read as arrow"),
+        ("rows.csv", b'a,b\n1,2\n1,2,3,4\n"', "cannot be read as csv"),
+        ("rows.jsonl", zipped(), "is a zip archive, not rows"),
+        ("rows.tar.gz", gzip.compress(tarred()), "is a tar archive, not rows"),
+        ("rows.db", b"SQLite format 3\x00" + bytes(200), "is a database, not rows"),
+        ("rows.npy", b"\x93NUMPY\x01\x00v\x00", "is a binary file, not text; give JSON Lines, JSON, CSV"),
+    ],
+)
+def test_what_cannot_be_read_is_said_by_its_name(tmp_path, name, data, reason):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError) as caught:
+        read_rows(tmp_path / name)
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path / name}: {reason}") and "\n" not in said and "Latin" not in said
+
+
+def test_numbered_files_are_one_and_none_may_be_missing(tmp_path):
+    for number in range(3):
+        (tmp_path / f"wiki-0000{number}-of-00003.parquet").write_bytes(as_parquet([{"n": number}, {"n": -number}]))
+    wanted = [(line, {"n": n}) for line, n in enumerate([0, 0, 1, -1, 2, -2], 1)]
+    for path in (tmp_path, tmp_path / "wiki-*-of-00003.parquet", tmp_path / "*.parquet"):
+        assert read_numbered(path) == (wanted, [])
+    with pytest.raises(DataError, match=r"none-\*.parquet: no file fits"):
+        read_numbered(tmp_path / "none-*.parquet")
+    (tmp_path / "dev-00000-of-00001.jsonl").write_bytes(as_lines(TABLE))
+    with pytest.raises(DataError, match=r"holds dev-\*-of-00001.jsonl, wiki-.*; give one of them"):
+        read_numbered(tmp_path)
+    (tmp_path / "wiki-00001-of-00003.parquet").unlink()
+    with pytest.raises(DataError, match=r"wiki-\*-of-00003.parquet: 2 of 3 files are there"):
+        read_numbered(tmp_path)

@@ -248,3 +248,44 @@ def test_a_failed_save_leaves_the_former_file(tmp_path):
     with pytest.raises(TypeError):
         mdp.save_jsonl(path, [Trajectory("u", "g"), Trajectory("v", "g", info={"odd": object()})])
     assert [t.task_id for t in mdp.load_jsonl(path)] == ["t"]
+
+
+ODD = st.floats() | st.text(max_size=3) | st.integers() | st.none() | st.booleans() | st.lists(st.text(max_size=2))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(["task_id", "reward", "info", "reward_parts", "golds", "answer", "seed", "question"]), st.data())
+def test_what_is_saved_is_loaded_and_else_nothing_is_left(tmp_path_factory, name, data):
+    folder = tmp_path_factory.mktemp("episodes")
+    keys = st.text(max_size=2) | st.integers(0, 1)
+    value = data.draw(ODD | st.dictionaries(keys, ODD | st.dictionaries(keys, ODD, max_size=2), max_size=2))
+    made = Trajectory("t", "g")
+    setattr(made, name, value)
+    try:
+        mdp.save_jsonl(folder / "new" / "episodes.jsonl", [Trajectory("u", "g"), made])
+    except ValueError as error:
+        assert "episodes.jsonl: row 2 " in str(error) and "nothing was written" in str(error)
+        assert list(folder.iterdir()) == []
+    else:
+        found = mdp.load_jsonl(folder / "new" / "episodes.jsonl")
+        assert found[1].to_dict() == {**made.to_dict(), "golds": [str(gold) for gold in mdp.gold_list(made.golds)]}
+
+
+@pytest.mark.parametrize(
+    "harm, said",
+    [
+        ({"reward": float("nan")}, "row 1 is no trajectory .reward is nan"),
+        ({"reward": float("-inf")}, "row 1 is no trajectory .reward is -inf"),
+        ({"task_id": 5}, "row 1 is no trajectory .task_id is 5"),
+        ({"stop_reason": "tired"}, "row 1 is no trajectory .'tired' is not a valid StopReason"),
+        ({"answer": "\ud800"}, "row 1 cannot be written as JSON"),
+        ({"info": {"x": [float("nan")]}}, "row 1 cannot be written as JSON"),
+        ({"info": {1: "a", "1": "b"}}, "row 1 cannot be written as JSON .the key 1 is a int, not text"),
+    ],
+)
+def test_a_trajectory_that_would_not_load_is_not_saved(tmp_path, harm, said):
+    made = Trajectory("t", "g")
+    vars(made).update(harm)
+    with pytest.raises(ValueError, match=said):
+        mdp.save_jsonl(tmp_path / "episodes.jsonl", [made])
+    assert list(tmp_path.iterdir()) == []

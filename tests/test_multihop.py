@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import warnings
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,6 +219,250 @@ def test_other_shapes_of_the_same_row_give_the_same_task(shape):
     plain, _ = validate([(1, hotpot_row("Vik"))], "2wiki", "f")
     other, problems = validate([(1, shape(hotpot_row("Vik")))], "2wiki", "f")
     assert other == plain and problems == []
+
+
+# The same rows as tables keep them
+
+
+def through_parquet(row):
+    """As ``pandas`` reads a Parquet file: NumPy arrays and numbers."""
+    row = row if "paragraphs" in row else as_columns(row)  # which lists of a text and a number cannot be
+    frame = pd.DataFrame([row, {**row, "answer": None}])
+    return pd.read_parquet(pa.BufferReader(frame.to_parquet())).to_dict("records")[0]
+
+
+def through_columns(row):
+    """As the hub keeps lists of records: a list for each of their fields."""
+    return {
+        name: {key: [record[key] for record in value] for key in value[0]}
+        if isinstance(value, list) and value and isinstance(value[0], dict)
+        else value
+        for name, value in row.items()
+    }
+
+
+def through_csv(row):
+    """As a table of texts keeps it: nested fields as JSON."""
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in row.items()}
+
+
+def numbers_as(kind):
+    def change(value):
+        if isinstance(value, dict):
+            return {key: change(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [change(inner) for inner in value]
+        return kind(value) if isinstance(value, int) else value  # True is one too
+
+    return change
+
+
+TABLES = [through_parquet, through_columns, through_csv]
+TABLES += [numbers_as(kind) for kind in (float, np.float32, np.int64, lambda x: str(float(x)))]
+TABLES += [lambda row: numbers_as(float)(through_columns(row)), lambda row: numbers_as(np.array)(row)]
+
+
+@pytest.mark.parametrize("change", TABLES)
+@pytest.mark.parametrize("benchmark", ["hotpotqa", "musique"])
+def test_tables_make_of_a_row_the_same_task(benchmark, change):
+    row = musique_row("Vik", answer_aliases=["A. Holm"]) if benchmark == "musique" else hotpot_row("Vik")
+    plain, _ = validate([(1, row)], benchmark, "f")
+    found, problems = validate([(1, change(row))], benchmark, "f")
+    assert found == plain and problems == []
+
+
+NOTHING = [
+    None,
+    float("nan"),
+    np.nan,
+    np.float64("nan"),
+    pd.NA,
+    pd.NaT,
+    "nan",
+    "None",
+    "NaN",
+    "<NA>",
+    "",
+    [],
+    np.array([]),
+]
+
+
+@pytest.mark.parametrize("nothing", NOTHING, ids=repr)
+def test_a_key_without_a_value_hides_no_other(nothing):
+    for others in (
+        {"golds": ["Oslo"]},
+        {"answers": ["Oslo"]},
+        {"golden_answers": np.array(["Oslo"], dtype=object)},
+        {"answer_aliases": ["Oslo"]},
+        {"aliases": "Oslo"},
+        {"target": ["Oslo"], "golds": nothing},
+        {"reward_model": {"style": "rule", "ground_truth": {"target": ["Oslo"]}}},
+    ):
+        (row,), problems = validate([(1, hotpot_row("Vik", **{"answer": nothing, **others}))], "hotpotqa", "f")
+        assert row.golds == ["Oslo"] and problems == []
+    found, problems = validate([(1, hotpot_row("Vik", answer=nothing))], "hotpotqa", "f")
+    assert found == [] and "answer " in problems[0].reason
+    (row,), _ = validate([(1, {**hotpot_row("Vik", answer_aliases=nothing), "_id": nothing, "id": 12.0})], "2wiki", "f")
+    assert (row.id, row.golds) == ("12", ["North Sea"])
+    (row,), problems = validate([(1, {**hotpot_row("Vik"), "_id": nothing})], "2wiki", "f")
+    assert row.id == "row-1" and "id is missing" in problems[0].reason
+    paragraphs = [
+        {**p, "is_supporting": nothing} if i == 2 else p for i, p in enumerate(musique_row("x")["paragraphs"])
+    ]
+    steps = [{**step, "paragraph_support_idx": nothing} for step in musique_row("x")["question_decomposition"]]
+    row = musique_row("Vik", answerable=nothing, paragraphs=paragraphs, question_decomposition=steps)
+    (row,), problems = validate([(1, row)], "musique", "f")
+    assert row.evidence == ["x", "FK Nord"] and problems == []
+    assert [step["title"] for step in row.info["decomposition"]] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "no", [False, 0, 0.0, "false", "False", "FALSE", "0", "0.0", np.bool_(False), np.int64(0)], ids=repr
+)
+def test_false_is_false_in_any_writing(no):
+    found, problems = validate([(1, musique_row("Vik", answerable=no))], "musique", "f")
+    assert found == [] and "not answerable" in problems[0].reason
+    yes = "True" if isinstance(no, str) else type(no)(1)
+    paragraphs = [{**p, "is_supporting": yes if p["is_supporting"] else no} for p in musique_row("Vik")["paragraphs"]]
+    (row,), problems = validate([(1, musique_row("Vik", answerable=yes, paragraphs=paragraphs))], "musique", "f")
+    assert row.evidence == ["Vik", "FK Nord"] and problems == []
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"answerable": "perhaps"}, "answerable is 'perhaps', neither true nor false"),
+        ({"answerable": 2}, "answerable is 2, neither"),
+        ({"answer_aliases": [["A. Holm"]]}, "answer_aliases holds ['A. Holm'], a list and no text"),
+        ({"answer_aliases": {"a": 1}}, "answer_aliases is a dict with the keys ['a'], not a list of texts"),
+        ({"answer_aliases": [True]}, "answer_aliases holds True, a bool and no text"),
+        ({"answer": None, "golds": [["Ada"]]}, "golds holds ['Ada'], a list and no text"),
+        ({"answer": float("inf")}, "answer holds inf"),
+        (
+            {"paragraphs": [{"idx": 0.5, "title": "a", "paragraph_text": "b", "is_supporting": 1}]},
+            "idx 0.5, not a whole",
+        ),
+        (
+            {"paragraphs": [{"idx": True, "title": "a", "paragraph_text": "b", "is_supporting": 1}]},
+            "idx True, not a whole",
+        ),
+        (
+            {"paragraphs": [{"idx": 0, "title": "a", "paragraph_text": "b", "is_supporting": "x"}]},
+            "is_supporting is 'x'",
+        ),
+    ],
+)
+def test_what_a_table_cannot_have_meant_is_named(changes, reason):
+    found, problems = validate([(1, musique_row("Vik", **changes))], "musique", "f")
+    assert found == [] and reason in problems[0].reason
+
+
+def test_whole_numbers_are_written_without_a_point():
+    steps = [{"question": "q", "answer": 1912.0, "paragraph_support_idx": 2.0}]
+    row = musique_row("Vik", answer=1994.0, answer_aliases=[94.0, np.float64(1.5), None], question_decomposition=steps)
+    (row,), problems = validate([(1, row)], "musique", "f")
+    assert row.golds == ["1994", "94", "1.5"] and [p.kept for p in problems] == [True]
+    assert row.info["decomposition"] == [{"question": "q", "answer": "1912", "title": "FK Nord"}]
+    for idx in (2.5, True, 9.0, "2.5"):
+        steps = [{"question": "q", "answer": "a", "paragraph_support_idx": idx}]
+        (row,), problems = validate([(1, musique_row("Vik", question_decomposition=steps))], "musique", "f")
+        assert f"points to paragraph {idx}, which is not there" in problems[0].reason
+        assert row.info["decomposition"][0]["title"] == ""
+
+
+def test_evidence_in_other_writing_is_found_in_its_row():
+    context = [["Beyonce\u0301", ["She sings."]], ["Simon &amp; Garfunkel", ["They sing."]]]
+    facts = [["Beyonc\u00e9", 0], ["Simon & Garfunkel", 0], ["Simon &amp; Garfunkel", 0]]
+    (row,), problems = validate([(1, hotpot_row("Vik", context=context, supporting_facts=facts))], "hotpotqa", "f")
+    assert row.evidence == [title for title, _ in context] and problems == []
+    found, problems = validate([(1, hotpot_row("Vik", supporting_facts=[["ELV", 0]]))], "hotpotqa", "f")
+    assert found == [] and "'ELV' is not in the context" in problems[0].reason
+
+
+# Full-wiki rows: the evidence lies in the corpus
+
+
+def fullwiki_rows():
+    facts = [["Vik (town)", 0], ["Elv", 7]]
+    yield hotpot_row("Vik", context=[["Moss", ["A town."]]], supporting_facts=facts)
+    yield hotpot_row("Lom", context=[], supporting_facts=[["Vik_(town)", 0]])
+    yield hotpot_row("Moi", context=None, supporting_facts=[["Gone", 0]])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_evidence_that_is_not_in_a_row_is_looked_up_in_the_corpus(tmp_path, saved):
+    write_rows(tmp_path / "rows.jsonl", fullwiki_rows())
+    corpus = [{"title": title, "text": f"{title} is here."} for title in ("Vik (town)", "Elv", "Moss")]
+    write_rows(tmp_path / "corpus.jsonl", corpus)
+    BM25(corpus).save(tmp_path / "index")
+    with pytest.warns(UserWarning, match="1 rows left out.*'Gone' is not in the context nor in the corpus"):
+        found = load_task(
+            "hotpotqa", path=tmp_path / "rows.jsonl", corpus=tmp_path / ("index" if saved else "corpus.jsonl")
+        )
+    assert [(task.id, task.evidence) for task in found.tasks] == [
+        ("Vik", ("Vik (town)", "Elv")),
+        ("Lom", ("Vik_(town)",)),
+    ]
+    with pytest.raises(DataError, match="no usable hotpotqa row among 3"):
+        load_task("hotpotqa", path=tmp_path / "rows.jsonl")
+
+
+def test_a_corpus_that_no_row_needs_is_read_once(tmp_path, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", [hotpot_row("Vik"), *fullwiki_rows()])
+    write_rows(tmp_path / "corpus.jsonl", [{"title": t, "text": "x"} for t in ("Vik (town)", "Elv", "Gone")])
+    calls = []
+    monkeypatch.setattr(
+        "agentr1_lite.tasks.multihop.make_retriever", lambda *a, **b: calls.append(b) or BM25.load(b["path"])
+    )
+    with pytest.warns(UserWarning, match="repeats the row on line 1"):
+        load_task("hotpotqa", path=tmp_path / "rows.jsonl", corpus=tmp_path / "corpus.jsonl")
+    assert len(calls) == 1
+
+
+# Packed files and folders of the hub
+
+
+def write_table(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_folders_of_the_hub_are_read_by_split(tmp_path):
+    for folder, share in (("distractor", "a"), ("fullwiki", "f")):
+        for split, count in (("train", 2), ("validation", 1)):
+            for number in range(count):
+                rows = [as_columns(hotpot_row(f"{share}-{split}-{number}-{row}")) for row in range(2)]
+                write_table(tmp_path / "hub" / folder / f"{split}-0000{number}-of-0000{count}.parquet", rows)
+    for place in ("hub", "hub/distractor"):
+        train = load(tmp_path / place, "hotpotqa", "train")
+        assert [t.id for t in train] == [f"a-train-{n}-{row}" for n in range(2) for row in range(2)]
+        assert [t.id for t in load(tmp_path / place, "hotpotqa", "dev")] == ["a-validation-0-0", "a-validation-0-1"]
+    assert len(load(tmp_path / "hub/distractor/train-00001-of-00002.parquet", "hotpotqa")) == 2
+    assert len(load(tmp_path / "hub/distractor/train-*.parquet", "hotpotqa")) == 4
+    (tmp_path / "hub/distractor/train-00000-of-00002.parquet").unlink()
+    with pytest.raises(DataError, match=r"train-\*-of-00002.parquet: 1 of 2 files are there"):
+        load(tmp_path / "hub", "hotpotqa", "train")
+
+
+def test_a_data_set_saved_to_disk_is_read(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {split: [as_columns(hotpot_row(f"{split}{n}")) for n in range(2)] for split in ("train", "validation")}
+    made = datasets.DatasetDict({split: datasets.Dataset.from_list(found) for split, found in rows.items()})
+    made.save_to_disk(tmp_path / "disk", num_shards={"train": 2, "validation": 1})
+    assert [t.id for t in load(tmp_path / "disk", "hotpotqa", "train")] == ["train0", "train1"]
+    assert [t.id for t in load(tmp_path / "disk", "hotpotqa", "dev")] == ["validation0", "validation1"]
+
+
+def test_packed_files_are_found_and_folders_without_data_are_told(tmp_path):
+    (tmp_path / "hotpot_train_v1.1.json.gz").write_bytes(gzip.compress(json.dumps([hotpot_row("Vik")]).encode()))
+    write_text(tmp_path / "README.md", "train")
+    assert [t.id for t in load(tmp_path, "hotpotqa", "train")] == ["Vik"]
+    (tmp_path / "empty" / "train").mkdir(parents=True)
+    with pytest.raises(
+        DataError, match=r"empty: expected one file of hotpotqa train, found no file of JSON Lines, JSON"
+    ):
+        load(tmp_path / "empty", "hotpotqa", "train")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 from agentr1_lite import retrieval
 from agentr1_lite.jsonl import DataError, write_rows, write_text
 from agentr1_lite.mdp import Task
-from agentr1_lite.retrieval import BM25, Passage, make_search_tool, read_passages, unique_passages, words
+from agentr1_lite.retrieval import (
+    BM25,
+    Passage,
+    as_passage,
+    load_passages,
+    make_search_tool,
+    read_passages,
+    split_contents,
+    unique_passages,
+    words,
+)
 from agentr1_lite.retrievers import make_retriever
 
 CORPUS = [
@@ -62,6 +72,7 @@ def test_se03_a_word_in_half_of_the_passages_counts():
     assert len(everywhere) == 3 and all(p.score > 0 for p in everywhere)
 
 
+@pytest.mark.filterwarnings("ignore:BM25.*no word")
 @settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from("red green blue sea hill of the".split()), max_size=5).map(" ".join), max_size=7),
@@ -86,6 +97,7 @@ def test_se01_queries_that_find_nothing(query):
     assert make_search_tool(BM25(CORPUS)).execute({"query": query}).content == "No results."
 
 
+@pytest.mark.filterwarnings("ignore:BM25.*no word")
 def test_se01_empty_corpora():
     for corpus in ([], ["the of"], ["", "?!"]):
         index = BM25(corpus)
@@ -146,6 +158,7 @@ def not_indexed_again(monkeypatch):
     return lambda: monkeypatch.setattr(retrieval, "_numbered_words", None)
 
 
+@pytest.mark.filterwarnings("ignore:BM25.*no word")
 def test_save_and_load(tmp_path, not_indexed_again):
     index, empty = BM25(CORPUS, k1=1.2, b=0.5), [BM25([]), BM25(["", "?!"])]
     index.save(tmp_path / "index")
@@ -282,9 +295,14 @@ def test_the_former_index_of_a_killed_save_is_loaded_and_a_damaged_one_saved_ane
         ({"title": "Oslo", "contents": '"Oslo"\nA city.'}, "Oslo", "A city."),
         ({"title": "Oslo", "contents": "A city.\nOld."}, "Oslo", "A city.\nOld."),
         ({"title": "Oslo", "text": "A city.", "contents": "no"}, "Oslo", "A city."),
+        ({"title": float("nan"), "text": None, "contents": '"Oslo"\nA city.'}, "Oslo", "A city."),
+        ({"title": '"Heroes"', "contents": '"Heroes"\nA song.'}, '"Heroes"', "A song."),
+        ({"title": "Simon & Garfunkel", "contents": '"Simon &amp; Garfunkel"\nA duo.'}, "Simon & Garfunkel", "A duo."),
     ],
 )
 def test_passages_of_corpora_that_keep_contents(tmp_path, row, title, text):
+    assert as_passage({"id": 3.0, **row}, 0) == Passage(title, text, id="3")
+    row = {name: value for name, value in row.items() if value == value}
     write_rows(tmp_path / "wiki.jsonl", [{"id": 3, **row}])
     assert read_passages(tmp_path / "wiki.jsonl") == ([Passage(title, text, id="3")], [])
 
@@ -365,3 +383,127 @@ def test_bad_settings_of_the_tool_are_named():
             with pytest.raises(ValueError, match=re.escape(f"search tool: {name} {value!r} ")):
                 make_search_tool(BM25(CORPUS), **{name: value})
     assert make_search_tool(BM25(CORPUS), k=np.int64(2)).k == 2
+
+
+QUOTED = ['"Heroes" (David Bowie album)', '"Heroes"', '"Love" and "Hate"', 'The "Chirping" Crickets', 'Live "at last"']
+TITLES = ["Oslo", '7" Single', '5" and 7"', "\u201cHeroes\u201d", "Rock 'n' Roll", 'One"', "AC/DC \\m/"]
+
+
+@pytest.mark.parametrize("title", QUOTED + TITLES)
+def test_only_the_quotes_that_enclose_a_title_go(title):
+    served = {
+        "plain": f'"{title}"',
+        "as a table doubles them": '"' + title.replace('"', '""') + '"',
+        "with backslashes": '"' + title.replace('"', '\\"') + '"',
+    }
+    for form in served.values():
+        assert split_contents(f"{form}\nThe text.") == split_contents(f"{form}\r\nThe text.") == (title, "The text.")
+    if title != '"Heroes"':  # which bare looks as the served Heroes does
+        assert split_contents(f"{title}\nThe text.") == (title, "The text.")
+
+
+@pytest.mark.parametrize(
+    "contents, title, text",
+    [
+        ('"Oslo"', "", '"Oslo"'),
+        ('"Oslo"\n', "Oslo", ""),
+        ('"Oslo"\n \n', "Oslo", " \n"),
+        ("Oslo\n", "", "Oslo\n"),
+        ('""\nThe text.', "", "The text."),
+        ('"\nThe text.', '"', "The text."),
+        ('"Oslo\nThe text.', '"Oslo', "The text."),
+        ("", "", ""),
+    ],
+)
+def test_contents_without_a_whole_title(contents, title, text):
+    assert split_contents(contents) == (title, text)
+
+
+def test_titles_in_other_writing_are_one_passage_and_other_texts_are_not():
+    rows = [
+        ("Beyonc\u00e9", "x"),
+        ("Beyonce\u0301", "x"),
+        ("Beyonc&eacute;", "x"),
+        ("Beyonc\u00e9", "y"),
+        ("Beyonce", "x"),
+    ]
+    assert [p.title for p in unique_passages(Passage(*row) for row in rows)] == [
+        "Beyonc\u00e9",
+        "Beyonc\u00e9",
+        "Beyonce",
+    ]
+
+
+WORLD = {
+    "東京": "東京都は日本の首都である。",
+    "北京": "北京是中华人民共和国的首都。",
+    "猫": "猫是一种动物。",
+    "カメラ": "写真を撮る機械",
+    "กรุงเทพ": "เมืองหลวงของประเทศไทย",
+    "ភ្នំពេញ": "រាជធានីនៃកម្ពុជា",
+    "ວຽງຈັນ": "ນະຄອນຫຼວງຂອງລາວ",
+    "ရန်ကုန်": "မြန်မာနိုင်ငံမြို့တော်",
+    "서울": "서울은 대한민국의 수도이다.",
+    "Oslo": "Oslo is the capital of Norway.",
+}
+
+
+@pytest.mark.parametrize("title", [title for title in WORLD if title != "Oslo"])
+def test_scripts_without_spaces_are_searched_by_their_parts(title):
+    index = BM25([Passage(*row) for row in WORLD.items()])
+    text = WORLD[title].rstrip("。.")
+    for query in (title, f"{title}?", text[: len(text) // 2], text[-4:]):
+        assert index.search(query, 1)[0].title == title, query
+    if title == "서울":  # Korean writes the case at the end of a word
+        assert index.search("수도", 1)[0].title == title
+
+
+def test_a_name_in_brackets_does_not_make_an_english_passage_longer():
+    plain, glossed = (
+        f"Tokyo {name}is the capital of Japan, a country in Asia." for name in ("", "(\u6771\u4eac\u90fd) ")
+    )
+    index = BM25([glossed, "Oslo is a city."])
+    assert (
+        index.search("Tokyo")[0].score
+        == BM25([plain.replace("is", "x is"), "Oslo is a city."]).search("Tokyo")[0].score
+    )
+    assert index.search("\u6771\u4eac\u90fd")[0].text == glossed  # and is found by it
+
+
+STOP_NAMES = ["The The", "It", "Them (film)", "To Be", "If", "It (film)", "These", "Not There", "A"]
+
+
+def test_names_of_stop_words_find_themselves():
+    corpus = [Passage(name, "An album by an English band of the eighties.") for name in STOP_NAMES]
+    corpus.append(Passage("Oslo", "It is the capital, and this is not a name: the the, to be."))
+    index = BM25(corpus)
+    for name in STOP_NAMES:
+        for query in (name, name.lower(), f"{name}?"):
+            assert index.search(query, 1)[0].title == name
+    assert [p.title for p in index.search("the capital")] == ["Oslo"]  # beside other words they count nothing
+    assert index.search("of and with", 3) == []
+
+
+def test_passages_without_a_word_are_told_at_once():
+    with pytest.warns(UserWarning, match="BM25: 2 of 3 passages hold no word, .* the first is '0' with the text '!!!'"):
+        BM25(["!!!", "Oslo", "\U0001f600"])
+
+
+@pytest.mark.parametrize(
+    "query, flags", [("???", ("no_words",)), ("", ("no_words",)), (None, ("no_words",)), ("zzz", ())]
+)
+def test_a_query_without_a_word_is_flagged(query, flags):
+    result = make_search_tool(BM25(CORPUS)).execute({"query": query})
+    assert (result.content, result.flags, result.success) == ("No results.", flags, True)
+
+
+def test_a_corpus_may_lie_in_numbered_files_but_not_be_empty(tmp_path):
+    for number, passage in enumerate(CORPUS):
+        row = {"id": passage.title, "title": passage.title, "text": passage.text}
+        write_rows(tmp_path / "wiki" / f"wiki-0000{number}-of-00004.jsonl", [row])
+    index = make_retriever("bm25", path=tmp_path / "wiki")
+    assert [p.id for p in index.passages] == [p.title for p in CORPUS]
+    assert index.search("rainy", 1)[0].title == "Bergen"
+    write_text(tmp_path / "empty.jsonl", "")
+    with pytest.raises(DataError, match=r"empty.jsonl: holds no passages \(0\)"):
+        load_passages(tmp_path / "empty.jsonl")

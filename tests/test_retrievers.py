@@ -7,11 +7,13 @@ import random
 import sys
 import threading
 import types
+import warnings
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +32,7 @@ CORPUS = [
     Passage("Lund", "Lund is a city in Sweden."),
 ]
 TASK = Task("t", "Where is Lund?", ("Sweden",), evidence=("Lund",))
+QUERY_BGE = "Represent this sentence for searching relevant passages: "
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "%s"}}\n</tool_call>'
 
 
@@ -178,6 +181,7 @@ def test_an_encoder_that_gives_no_vectors_is_told(vectors):
         Dense(CORPUS, encoder=lambda texts: vectors)
 
 
+@pytest.mark.filterwarnings("ignore:.*guessed by its name")
 @pytest.mark.parametrize(
     "name, query, passage",
     [
@@ -202,6 +206,98 @@ def test_named_encoders_get_the_prefixes_of_their_family(monkeypatch, name, quer
     )
     make_retriever("dense", passages=CORPUS, encoder=name, device="cpu").search("x")
     assert built == [(name, "cpu")] and asked[1] == [query] and asked[0][0].startswith(passage)
+
+
+QUESTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+
+
+@pytest.fixture
+def encoder(monkeypatch):
+    """A stand-in for a sentence-transformers model, whose texts are noted as the model sees them."""
+
+    class SentenceTransformer:
+        prompts, default_prompt_name, seen = {}, None, []
+
+        def __init__(self, name, device):
+            self.seen.clear()
+
+        def encode(self, texts, prompt_name=None, prompt=None, **options):
+            if prompt is None:
+                prompt = self.prompts.get(prompt_name or self.default_prompt_name, "")
+            self.seen.append([prompt + text for text in texts])
+            return bag_of_words(texts)
+
+        def encode_query(self, texts, **options):
+            return self.encode(texts, **{"prompt_name": "query", **options})
+
+        def encode_document(self, texts, **options):
+            return self.encode(texts, **{"prompt_name": "document", **options})
+
+    monkeypatch.setitem(
+        sys.modules, "sentence_transformers", types.SimpleNamespace(SentenceTransformer=SentenceTransformer)
+    )
+    return SentenceTransformer
+
+
+E5_TASKS = {f"{name}_query": f"{name}: " for name in ("sts", "summarization", "bitext", "web_search")}
+
+
+@pytest.mark.parametrize(
+    "name, prompts, default, query, passage",
+    [
+        ("intfloat/multilingual-e5-large-instruct", {"query": "Own: "}, None, "Own: ", ""),
+        ("Qwen/Qwen3-Embedding-0.6B", {"query": QUESTION, "document": ""}, None, QUESTION, ""),
+        ("a/b", {"query": "Q: ", "document": "", "passage": "P: "}, "query", "Q: ", "P: "),
+        ("a/b", {"query": "Q: ", "corpus": "C: "}, "query", "Q: ", "C: "),
+        ("intfloat/e5-base-v2", {"query": "q: ", "passage": "p: "}, None, "q: ", "p: "),
+        ("intfloat/e5-mistral-7b-instruct", E5_TASKS, None, "web_search: ", ""),
+        ("a/b", E5_TASKS, "sts_query", "sts: ", ""),
+        ("jina", {"retrieval.query": "RQ: ", "text-matching": "x", "retrieval.passage": "RP: "}, None, "RQ: ", "RP: "),
+        ("stella", {"s2s_query": "s: ", "s2p_query": "p: "}, None, "p: ", ""),
+        ("google/embeddinggemma", {"query": "task: ", "document": "title: ", "STS": "x"}, None, "task: ", "title: "),
+        ("a/b-e5-x", {"clustering": "c: "}, "clustering", "", ""),
+        # nothing in the settings: guessed by the name
+        ("intfloat/multilingual-e5-large-instruct", {}, None, f"{QUESTION} ", ""),
+        ("Qwen/Qwen3-Embedding-8B", {"query": "", "document": ""}, None, QUESTION, ""),
+        ("intfloat/multilingual-e5-base", {}, None, "query: ", "passage: "),
+        ("nomic-ai/nomic-embed-text-v1.5", None, None, "search_query: ", "search_document: "),
+        ("Snowflake/snowflake-arctic-embed-l-v2.0", {}, None, "query: ", ""),
+        ("Snowflake/snowflake-arctic-embed-m-v1.5", {}, None, QUERY_BGE, ""),
+        ("BAAI/bge-m3", {}, None, "", ""),
+        ("thenlper/gte-base", {}, None, "", ""),
+    ],
+)
+def test_an_encoder_gets_the_prompts_it_names(encoder, tmp_path, name, prompts, default, query, passage):
+    encoder.prompts, encoder.default_prompt_name = prompts, default
+    told = query and not any((prompts or {}).values()) or prompts is E5_TASKS or name == "stella"
+    with pytest.warns(UserWarning, match="guessed by its name|of its prompts") if told else contextlib.nullcontext():
+        index = make_retriever("dense", passages=CORPUS[:1], encoder=name)
+    index.search("x")
+    assert encoder.seen == [[f"{passage}Oslo\nOslo is the capital of Norway."], [f"{query}x"]]
+    index.save(tmp_path / "index")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Dense.load(tmp_path / "index").search("x")
+    assert encoder.seen == [[f"{query}x"]]
+    Dense(CORPUS[:1], encoder=name, instruction="Mine: ", vectors=index.vectors).search("x")
+    assert encoder.seen == [["Mine: x"]]
+
+
+def test_a_real_encoder_sees_each_prompt_once(tmp_path):
+    st = pytest.importorskip("sentence_transformers")
+    models = pytest.importorskip("sentence_transformers.models")
+    vocabulary = {word: i for i, word in enumerate("[UNK] q : p oslo is the capital of norway . x".split())}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    module = models.StaticEmbedding(tokenizer, embedding_weights=np.eye(len(vocabulary)))
+    own = st.SentenceTransformer(modules=[module], prompts={"query": "q : ", "passage": "p : "}, device="cpu")
+    own.default_prompt_name = "query"
+    own.save(str(tmp_path / "model"))
+    index = Dense([Passage("", "x"), Passage("", "norway")], encoder=str(tmp_path / "model"), device="cpu")
+    at = [vocabulary[word] for word in ("p", ":", "x")]
+    assert np.flatnonzero(index.vectors[0]).tolist() == sorted(at)
+    # mean of q, :, x against the mean of p, :, x: two of three words in common
+    assert index.search("x", 1)[0].score == pytest.approx(2 / 3, abs=1e-6)
 
 
 def test_an_encoder_that_cannot_be_had_is_one_sentence(monkeypatch):
@@ -580,3 +676,14 @@ def test_recall_at_k_worked_out_by_hand():
     for wrong in ({"tasks": tasks[2:]}, {"tasks": tasks, "ks": ()}, {"tasks": tasks, "ks": (0, 1)}):
         with pytest.raises(ValueError, match="recall_at_k: . questions with evidence"):
             recall_at_k(Index(), **wrong)
+
+
+def test_recall_finds_titles_in_other_writing():
+    corpus = [
+        Passage("Simon &amp; Garfunkel", "folk duo"),
+        Passage("Beyonce\u0301", "singer"),
+        Passage("Ice", "frozen"),
+    ]
+    gold = ("Simon & Garfunkel", "Beyonc\u00e9", "ICE")
+    tasks = [Task("1", "folk duo singer frozen", evidence=gold)]
+    assert recall_at_k(BM25(corpus), tasks, (3,)) == {3: pytest.approx(2 / 3)}

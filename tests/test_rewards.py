@@ -108,6 +108,9 @@ def test_evidence_pays_each_gold_title_once():
     ]
     assert play({"evidence": 0.5}, turns) == [0.5, 0.5, 0.0]
     assert play({"evidence": 0.5}, [turn("a", titles=["Light", "Rømer"]), turn("b")]) == [1.0, 0.0]
+    # the same page in other writing is found, and found once
+    others = [turn("a", titles=["Ro\u0338mer", "R&oslash;mer"]), turn("b", titles=["Rømer", "Light\u00a0"])]
+    assert play({"evidence": 0.5}, others) == [0.5, 0.5]
 
 
 def test_steps_errors_repeats_and_dense_rewards():

@@ -5,17 +5,22 @@ import unicodedata
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentr1_lite.mdp import Task, Trajectory
 from agentr1_lite.scoring import (
     bootstrap_interval,
+    evidence_recall,
+    gold_list,
     mean_interval,
     normalize,
     paired_difference_interval,
     score_answer,
     three_digits,
+    title_key,
     wilson_interval,
     with_interval,
 )
@@ -269,3 +274,120 @@ def test_three_digits_are_those_of_the_share(k):
 def test_no_rounding_to_a_certainty(x, shown):
     assert three_digits(x) == shown
     assert three_digits(0.0004, sign=True) == "+0.000" and three_digits(-0.2125, sign=True) == "-0.213"
+
+
+GOLDS = [
+    ("Paris", ["Paris"]),
+    (np.str_("Paris"), ["Paris"]),
+    ({"target": ["Paris", "Paname"]}, ["Paris", "Paname"]),
+    ({"target": "Paris"}, ["Paris"]),
+    ({"style": "rule", "ground_truth": {"target": np.array(["Paris"])}}, ["Paris"]),
+    ({"target": None}, []),
+    (("Paris", None, float("nan"), pd.NA, pd.NaT, np.float64("nan")), ["Paris"]),
+    ({"b", "a"}, ["a", "b"]),
+    (frozenset({"a"}), ["a"]),
+    (np.array(["Paris", "Paname"]), ["Paris", "Paname"]),
+    (np.array([1994.0, 2.5]), ["1994", "2.5"]),
+    (np.array("Paris"), ["Paris"]),
+    (pd.Series(["Paris", None]), ["Paris"]),
+    ((gold for gold in ("a", "b")), ["a", "b"]),
+    (1994, ["1994"]),
+    (1994.0, ["1994"]),
+    (np.int64(7), ["7"]),
+    ([np.float32(3.0), -0.0, 1e15], ["3", "0", "1000000000000000"]),
+    (float("nan"), []),
+    (pd.NA, []),
+    (None, []),
+    ([], []),
+    ("", [""]),
+]
+
+
+@pytest.mark.parametrize("golds, right", GOLDS)
+def test_golds_are_texts_whatever_holds_them(golds, right):
+    if not hasattr(golds, "send"):  # what a generator gave is gone
+        assert Task("t", "?", golds).golds == Task.from_dict({"id": "t", "question": "?", "golds": golds}).golds
+        assert score_answer(right[0] if right else "x", golds)["em"] == float(bool(right))
+        assert score_answer("target", golds)["em"] == score_answer("p", golds)["em"] == 0
+    assert Task("t", "?", golds, evidence=right).evidence == tuple(right)
+    if golds is not None and not hasattr(golds, "send"):
+        row = {**Trajectory("t", "g").to_dict(), "golds": golds}
+        assert Trajectory.from_dict(row).golds == right == gold_list(golds)
+
+
+@pytest.mark.parametrize(
+    "golds",
+    [
+        [["Paris"]],
+        ["Paris", ("Paname",)],
+        np.array([["Paris"]]),
+        True,
+        np.bool_(True),
+        ["yes", False],
+        b"Paris",
+        bytearray(b"Paris"),
+        [b"Paris"],
+        {"Paris": 1},
+        {"a": {"target": ["x"]}},
+        {"target": ["Paris"], "aliases": ["Paname"]},
+        {"target": ["Paris"], "ground_truth": ["Paname"]},
+        {"target": {"text": ["Paris"]}},
+        [{"text": "Paris"}],
+        float("inf"),
+        object(),
+        {},
+    ],
+)
+def test_what_could_mean_several_golds_is_refused(golds):
+    for use in (
+        lambda: Task("t1", "?", golds),
+        lambda: Task("t1", "?", (), evidence=golds),
+        lambda: Task.from_dict({"id": "t1", "question": "?", "golds": golds}),
+        lambda: Trajectory.from_dict({**Trajectory("t", "g").to_dict(), "golds": golds}),
+        lambda: score_answer("Paris", golds),
+    ):
+        with pytest.raises(ValueError, match="(golds|evidence) (holds|is) .*; (write|give) it|; give a list") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+
+
+SAME_TITLES = [
+    ("Beyonc\u00e9", "Beyonce\u0301"),
+    ("Simon & Garfunkel", "Simon &amp; Garfunkel"),
+    ("Simon & Garfunkel", "Simon &amp;amp; Garfunkel"),
+    ('"Heroes" (album)', "&quot;Heroes&#34; (album)"),
+    ("Beyonc\u00e9", "Beyonc&eacute;"),
+    ("New York", "New\u00a0York"),
+    ("New York", " New  York\n"),
+    ("New York", "New_York"),
+    ("New York", "New&nbsp;York"),
+    ("New York", "\ufeffNew\u200b York\u200e"),
+    ("\ud55c\uad6d", "\u1112\u1161\u11ab\u1100\u116e\u11a8"),
+    ("\u00c5", "\u212b"),
+]
+OTHER_TITLES = [
+    ("ICE", "Ice"),
+    ("Beyonce", "Beyonc\u00e9"),
+    ("C", "C++"),
+    ("Heroes", '"Heroes"'),
+    ("x2", "x\u00b2"),
+    ("1947-91", "1947\u201391"),
+    ("The Who", "Who"),
+    ("Arthur's", "Arthur\u2019s"),
+    ("AT&T", "ATT"),
+    ("U.S.", "US"),
+    ("Java (island)", "Java"),
+]
+
+
+@pytest.mark.parametrize("first, second", SAME_TITLES + OTHER_TITLES)
+def test_titles_are_one_where_only_their_writing_differs(first, second):
+    same = (first, second) in SAME_TITLES
+    assert (title_key(first) == title_key(second)) is same
+    assert evidence_recall((first,), [second]) == float(same)
+    assert evidence_recall((first, second), [second]) == (1.0 if same else 0.5)
+    assert title_key(title_key(first)) == title_key(first)
+
+
+def test_recall_of_no_evidence_is_unknown():
+    assert evidence_recall((), ["Oslo"]) is None and evidence_recall(("Oslo",), [3, None]) == 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Task
 from agentr1_lite.rewards import Episode
-from agentr1_lite.scoring import CLOSED_ANSWERS, normalize
+from agentr1_lite.scoring import CLOSED_ANSWERS, normalize, title_key
 from agentr1_lite.tasks.scripted import PLAYERS, play, say_answer, say_search
 
 Script = Generator[str, str, None]  # yields the texts of its turns; the environment's reply is sent in
@@ -46,7 +46,8 @@ def find_evidence(task: Task, env: ToolEnv, seed: int) -> Script:
 
 def shows(read: str, title: str) -> bool:
     """A passage of that title was among the replies, which begin each with ``title:``."""
-    return any(line.startswith(f"{title}:") for line in read.split("\n"))
+    key = f"{title_key(title)}:"
+    return any(title_key(line).replace(" :", ":").startswith(key) for line in read.split("\n"))
 
 
 def found_gold(task: Task, read: str) -> str:

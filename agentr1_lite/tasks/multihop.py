@@ -11,7 +11,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from numbers import Real
 from pathlib import Path
@@ -19,13 +19,14 @@ from typing import Any
 
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.index_files import as_path
-from agentr1_lite.jsonl import DataError, Problem, read_numbered
+from agentr1_lite.jsonl import FORMS, SUFFIXES, DataError, Problem, form_of, read_numbered, shards
 from agentr1_lite.loading import hub_host, hub_reachable
 from agentr1_lite.mdp import Task
 from agentr1_lite.retrieval import Passage, RetrievalError, is_count, make_search_tool, one_line, unique_passages
 from agentr1_lite.retrievers import HTTPRetriever, Retriever, check_options, make_retriever, recall_at_k
+from agentr1_lite.scoring import evidence_recall, gold_list, title_key
 from agentr1_lite.tasks import TaskSet, task
-from agentr1_lite.tasks.official import Example, RuleBroken, validate
+from agentr1_lite.tasks.official import Elsewhere, Example, RuleBroken, validate
 
 # name: (hub repository, its configuration, how file names call the benchmark)
 BENCHMARKS = {
@@ -34,6 +35,7 @@ BENCHMARKS = {
     "musique": ("dgslibisey/MuSiQue", None, "musique"),
 }
 SPLITS = {"train": ("train",), "dev": ("dev", "validation", "valid", "val"), "test": ("test",)}
+DESCRIPTIONS = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of hub data sets
 PREFERRED_FILES = ("distractor", "ans")  # of several official files of a split, the one with passages and answers
 # After Agent-R1 (arXiv 2511.14460): a thought before every call and before the answer, which its format reward asks for
 SYSTEM_PROMPT = """\
@@ -78,18 +80,29 @@ def split_of(split: str) -> str:
 
 def find_file(folder: Path, benchmark: str, split: str) -> Path:
     """The file of a folder that holds ``split``, by the words in its name."""
-    files = [p for p in sorted(folder.iterdir()) if p.suffix in (".json", ".jsonl")]
-    fitting = [p for p in files if _named_split(p) == split]
+    files = _data_files(folder)
+    fitting = [p for p in files if _named_split(p.relative_to(folder)) == split]
     for word in (BENCHMARKS[benchmark][2], *PREFERRED_FILES):
-        fitting = [p for p in fitting if word in p.name.lower()] or fitting
+        fitting = [p for p in fitting if word in str(p.relative_to(folder)).lower()] or fitting
     if len(fitting) != 1:
-        found = ", ".join(p.name for p in fitting or files) or "no .json or .jsonl file"
+        found = ", ".join(str(p.relative_to(folder)) for p in fitting or files) or f"no file of {FORMS}"
         raise DataError(f"{folder}: expected one file of {benchmark} {split}, found {found}; give the file's path")
     return fitting[0]
 
 
+def _data_files(folder: Path) -> list[Path]:
+    """The data files of a folder, numbered ones as one; where none names a split, those of its folders too."""
+    found, inside = shards(folder), sorted(folder.iterdir())
+    found += [
+        p for p in inside if form_of(p) in SUFFIXES and p.is_file() and not any(p.match(str(one)) for one in found)
+    ]
+    if not any(_named_split(Path(p.name)) for p in found):
+        found += [p for below in inside if below.is_dir() and below.name[0] != "." for p in _data_files(below)]
+    return [p for p in found if p.name not in DESCRIPTIONS]
+
+
 def _named_split(path: Path) -> str | None:
-    parts = re.split(r"[^a-z0-9]+", path.stem.lower())
+    parts = re.split(r"[^a-z0-9]+", str(path).lower())
     return next((name for name, others in SPLITS.items() if set(others) & set(parts)), None)
 
 
@@ -133,8 +146,8 @@ def _source(
     path = as_path(path_or_hub, "path")
     if path.is_dir():
         path = find_file(path, benchmark, split)
-    if path.is_file():
-        if (_named_split(path) or split) != split and not dev_share:
+    if path.is_file() or "*" in path.name:
+        if (_named_split(Path(path.name)) or split) != split and not dev_share:
             warnings.warn(f"{path} is loaded as {split}; dev_share=0.2 would hold a fifth of it out", stacklevel=4)
         rows, problems = read_numbered(path)
         return str(path), rows, problems, path.parent
@@ -177,7 +190,7 @@ def _other_names(row: Mapping[str, Any], name: str) -> list[str]:
     for value in values:
         if isinstance(value, (bool, list, dict)):
             raise RuleBroken(f"{name} holds a {type(value).__name__}, not only names")
-    return [str(value).strip() for value in values if value is not None and str(value).strip()]
+    return [name.strip() for name in gold_list(values) if name.strip()]
 
 
 def load_split(
@@ -188,12 +201,13 @@ def load_split(
     limit: int | None = None,
     dev_share: float = 0.0,
     aliases: str | Path | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Split:
     """Tasks, passages and problems of one split.
 
     Args:
-        path_or_hub: an official-format JSON or JSON Lines file, a folder of
-            them, ``"hub"`` for the benchmark's own repository, or ``owner/name``.
+        path_or_hub: a file of official rows (see ``jsonl.py`` for its formats), a name with a star, a folder of them
+            or of the hub's, ``"hub"`` for the benchmark's own repository, or ``owner/name``.
         split: train, dev (also validation) or test. A single file is that split
             as a whole unless ``dev_share`` divides it.
         limit: at most so many tasks, from the top; from the hub only so many rows are downloaded, so that
@@ -201,6 +215,7 @@ def load_split(
         dev_share: share of the questions, chosen by a hash of their id, that
             ``dev`` and ``test`` see and ``train`` does not; raises where a split would be empty.
         aliases: 2Wiki's ``id_aliases.json``; by default the one beside the file.
+        elsewhere: whether a corpus has a title, given as its ``title_key``; asked for evidence that is not in its row.
     """
     if benchmark not in BENCHMARKS:
         raise DataError(f"benchmark {benchmark!r} is unknown; choose one of {', '.join(BENCHMARKS)}")
@@ -210,7 +225,7 @@ def load_split(
         raise DataError(f"limit {limit!r} must be a whole number of at least 1 question; leave it out for all")
     split = split_of(split)
     name, rows, unreadable, folder = _source(path_or_hub, benchmark, split, dev_share, limit)
-    examples, problems = validate(rows, benchmark, name)
+    examples, problems = validate(rows, benchmark, name, elsewhere)
     problems = sorted([*unreadable, *problems], key=lambda problem: problem.line)
     if not examples:
         first = f"; the first problem: line {problems[0].line}: {problems[0].reason}" if problems else ""
@@ -260,7 +275,7 @@ def check_corpus(index: Retriever, tasks: list[Task]) -> None:
     where ten passages a question show no evidence at all.
     """
     proven = [task for task in tasks if task.evidence]
-    titles = {title for task in proven for title in task.evidence}
+    titles = {title_key(title) for task in proven for title in task.evidence}
     advice = "it may be of another dump, so take the one that the questions were made from"
     if not proven:
         return
@@ -273,7 +288,7 @@ def check_corpus(index: Retriever, tasks: list[Task]) -> None:
             shown = f"corpus: the server shows no evidence of the first {len(proven[:PROBED])} questions"
             warnings.warn(f"{shown} among ten passages each; {advice}", stacklevel=3)
         return
-    share = len(titles & {p.title for p in index.passages}) / len(titles)
+    share = evidence_recall(titles, [p.title for p in index.passages])
     if share < KNOWN_TITLES:
         shown = f"corpus: {share:.0%} of the {len(titles)} titles that prove the answers are among its passages"
         if not share:
@@ -312,11 +327,21 @@ def _build(
     check_options(retriever, [option for option, value in given.items() if value is not None], KNOBS)
     if corpus is not None:
         corpus = as_path(corpus, "corpus")
-    found = load_split(path, benchmark, split, limit=limit, dev_share=dev_share, aliases=aliases)
+
+    @cache
+    def outside() -> tuple[Retriever, set[str]]:
+        index = make_retriever(retriever, path=corpus, url=url, encoder=encoder)
+        return index, {title_key(p.title) for p in index.passages}
+
+    def has(key: str) -> bool:  # a server's titles are unknown
+        return retriever == "http" or key in outside()[1]
+
+    own = corpus is None and retriever != "http"
+    chosen = {"limit": limit, "dev_share": dev_share, "aliases": aliases}
+    found = load_split(path, benchmark, split, **chosen, elsewhere=None if own else has)
     warn_left_out(found.problems)
-    own = found.passages if corpus is None and retriever != "http" else None
-    index = make_retriever(retriever, passages=own, path=corpus, url=url, encoder=encoder)
-    if own is None:
+    index = make_retriever(retriever, passages=found.passages, encoder=encoder) if own else outside()[0]
+    if not own:
         check_corpus(index, found.tasks)
     options = {"benchmark": benchmark, "call_format": "hermes", "final_answer": "tag", **env_options}
     if options.get("system_prompt") is None and (options["call_format"], options["final_answer"]) == ("hermes", "tag"):
