@@ -41,7 +41,7 @@ def right(policy: QwenPolicy, batch, temperature: float, model=None) -> torch.Te
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("temperature", [1.0, 0.05, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.2, 3.0])
 def test_spare_rows_are_never_sampled_and_have_no_share(rank, temperature):
     policy = padded(lora_rank=rank)
     policy.freeze_reference()
@@ -50,7 +50,7 @@ def test_spare_rows_are_never_sampled_and_have_no_share(rank, temperature):
     expected = right(policy, batch, temperature)
     assert int(batch.input_ids.max()) < SIZE
     whole = policy.causal(batch.input_ids).logits.softmax(-1)[..., SIZE:].sum(-1)
-    assert whole[batch.action_mask].mean() > 0.2  # of the plain softmax
+    assert whole[batch.action_mask].mean() > 0.1  # of the plain softmax
     torch.testing.assert_close(batch.old_logprobs[:, 1:], expected, atol=2e-5, rtol=1e-5)
     for which in ("actor", "reference"):
         out = policy.log_probs(batch, temperature=temperature, which=which, entropy=True)
