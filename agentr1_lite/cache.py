@@ -55,6 +55,7 @@ class SlotCache(Cache):
         self, config: PretrainedConfig, rows: int, slots: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(layers=[])
+        config = config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         slot_bytes = config.num_hidden_layers * 2 * rows * heads * dim * dtype.itemsize
@@ -203,10 +204,10 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
 @contextlib.contextmanager
-def shared_attention(config: PretrainedConfig) -> Iterator[None]:
+def shared_attention(config: PretrainedConfig, shares: bool) -> Iterator[None]:
     """Let a model that uses ``sdpa`` read shared prefixes meanwhile."""
     former = config._attn_implementation
-    if former == "sdpa":
+    if shares:
         config._attn_implementation = ATTENTION
     try:
         yield

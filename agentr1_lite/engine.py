@@ -97,12 +97,11 @@ class LocalEngine:
         self.max_rows, self.handover = max_rows, handover
         self.stop_strings = tuple(s for s in stop_strings if s)
         causal = policy.causal
-        self._backbone, self._head = causal.base_model, causal.get_output_embeddings()
-        self._shares = causal.config._attn_implementation == "sdpa"
+        self._backbone, self._head = causal.base_model, policy.head
         with torch.inference_mode():
             slots = slots or (policy.context_length if policy.device.type == "cpu" else FIRST_SLOTS)
             self._cache = SlotCache(causal.config, max_rows, slots, dtype=causal.dtype, device=policy.device)
-        vocabulary = self._head.weight.shape[0]
+        vocabulary = self._head.vocabulary
         self._ends = np.zeros(vocabulary, dtype=bool)
         self._ends[[i for i in policy.chat.eos_ids if i < vocabulary]] = True
         may_stop = stop_candidates(policy.tokenizer, self.stop_strings, vocabulary) if self.stop_strings else None
@@ -196,7 +195,7 @@ class LocalEngine:
                 raise ValueError(f"row {row} does not decode now; give it its observation or open it again")
             logits = self._logits(self._slot_of[row : row + 1])
             probabilities = (logits / self.sampling.temperature).softmax(dim=-1)[0]
-            values, ids = probabilities.topk(min(k, len(probabilities)))
+            values, ids = probabilities.topk(min(k, int(self._head.known.sum())))
         return list(zip(ids.tolist(), values.tolist(), strict=True))
 
     def tokens(self, row: int) -> list[int]:
@@ -229,14 +228,14 @@ class LocalEngine:
 
     @contextlib.contextmanager
     def _pass(self) -> Iterator[None]:
-        with self.policy.inference() as causal, shared_attention(causal.config):
+        with self.policy.inference() as causal, shared_attention(causal.config, self.policy.shares):
             yield
 
     def _forward(self, slots: slice | np.ndarray, ids: np.ndarray, positions: np.ndarray) -> Tensor:
         where = self._device(positions)
         rows = slots if isinstance(slots, slice) else self._device(slots)
         mask = self._cache.begin(rows, where, int(positions.max()) + 1)
-        extra = {"slots": self._cache} if self._shares else {}
+        extra = {"slots": self._cache} if self.policy.shares else {}
         return run_backbone(self._backbone, self._device(ids), positions=where, mask=mask, cache=self._cache, **extra)
 
     def _share(self, slot: int, prompts: list[tuple[int, ...]], alone: bool) -> None:
@@ -245,7 +244,7 @@ class LocalEngine:
         common = min(common, min(map(len, prompts)) - 1)
         if alone:
             self._cache.share(slot, 0)
-            if self._shares and len(prompts) > 1 and common >= SHORTEST_PREFIX:
+            if self.policy.shares and len(prompts) > 1 and common >= SHORTEST_PREFIX:
                 self._forward(np.array([slot]), np.array([prompts[0][:common]]), np.arange(common)[None])
                 self._cache.share(slot, common)
         elif common < self._cache.shared:
@@ -267,7 +266,8 @@ class LocalEngine:
     def _chunks(self, rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
         """Cache the tokens ``start .. end − 1`` of each row, padded to one width, at most FEED_TOKENS in a pass."""
         width = int((ends - starts).max())
-        positions = starts[:, None] + np.arange(width)[None]
+        last = max(int(ends.max()), self.policy.context_length - 1)  # padding may not stand where no token ever does
+        positions = np.minimum(starts[:, None] + np.arange(width)[None], last)
         self._reserve(int(positions.max()) + 1)
         ids = self._tokens[rows[:, None], positions]
         count = max(FEED_TOKENS // width, 1)
@@ -311,7 +311,7 @@ class LocalEngine:
         # an idle row's last token is fed again where it stands, which changes nothing
         at = np.maximum(self._cached[rows], self._cache.shared)
         hidden = self._forward(slice(0, end), self._tokens[rows, at][:, None], at[:, None])[:, -1]
-        return self._head(hidden if len(slots) == end else hidden[self._device(slots)]).float()
+        return self._head(hidden if len(slots) == end else hidden[self._device(slots)])
 
     def _step(self) -> list[int]:
         """One token in each decoding row; returns the rows whose turn ended."""

@@ -7,6 +7,7 @@ lose a true end of turn where pad == eos (trl#6357).
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import NamedTuple, Protocol
@@ -16,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 # Logits held at once, float32: 64 MiB. Blocks of up to 32 MiB are kept by the C library's allocator when they are
 # freed and lie too scattered to be used again: with those, the peak on a CPU grew with the number of chunks.
 CHUNK_ELEMENTS = 2**24
 KEEP_ELEMENTS = 2**26  # above this many logits the backward pass recomputes them
+LOWEST = torch.finfo(torch.float32).min  # finite: 0 · −∞ would make the entropy NaN
 
 
 class Rows(Protocol):
@@ -213,8 +216,62 @@ def scatter(values: Tensor, index: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def _read(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperature  # (n, V)
+class _Given(nn.Module):
+    """Stands where a model has its backbone and gives it these hidden states."""
+
+    states: Tensor
+
+    def forward(self, *args: object, **kwargs: object) -> BaseModelOutput:
+        return _Output(last_hidden_state=self.states)
+
+
+class _Output(BaseModelOutput):
+    def __getattr__(self, name: str) -> None:  # what a backbone may give beside its states
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class Head:
+    """Logits (n, V), float32, of hidden states (n, H): the one place where engine, update and reference get them.
+
+    They are those of the model's own forward, which may change what its output layer gives (Gemma 2 caps it, Cohere and
+    Granite scale it): it is called with ``h`` in its backbone's place. Where that is the output layer and nothing else
+    (``plain``), the layer alone is called. Ids without a token (Qwen's padding rows) get the lowest float: probability
+    0 in the sampler as in the update, and none of the entropy.
+
+    Args:
+        known: (V,) True for ids that the tokenizer has a token for.
+        plain: whether the output layer is all that follows the backbone, see `selfcheck`.
+    """
+
+    def __init__(self, model: PreTrainedModel, known: Tensor, plain: bool = False) -> None:
+        self.known, self.plain, self.vocabulary = known, plain, len(known)
+        unknown = (~known).nonzero()[:, 0]
+        self._unknown = unknown if len(unknown) else None
+        self._given, self._model, self._shell = _Given(), model, copy.copy(model)
+        self._shell._modules = {**model._modules, model.base_model_prefix: self._given}
+
+    def own(self, hidden: Tensor) -> Tensor:
+        """What the model's own forward makes of hidden states, in its number format."""
+        self._given.states = hidden[None]
+        try:
+            return self._shell(inputs_embeds=hidden[None]).logits[0]
+        finally:
+            del self._given.states
+
+    def layer(self, hidden: Tensor) -> Tensor:
+        """What the output layer makes of hidden states."""
+        return self._model.get_output_embeddings()(hidden)
+
+    def __call__(self, hidden: Tensor, temperature: float | None = None) -> Tensor:
+        logits = (self.layer(hidden) if self.plain else self.own(hidden)).float()
+        if temperature is not None:
+            logits = logits / temperature
+        return logits if self._unknown is None else logits.index_fill_(-1, self._unknown, LOWEST)
+
+
+def _read(head: Head, hidden: Tensor, targets: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor]:
+    logits = head(hidden, temperature)  # (n, V)
     if not entropy:
         return -F.cross_entropy(logits, targets, reduction="none"), logits.new_zeros(())
     logp = logits.log_softmax(dim=-1)
@@ -222,7 +279,7 @@ def _read(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, 
 
 
 def token_log_probs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, *, temperature: float, entropy: bool, chunk: int | None = None
+    head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, entropy: bool, chunk: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """``log softmax(head(h)/temperature)[target]`` and the entropy, float32, (N,) each.
 
@@ -230,7 +287,7 @@ def token_log_probs(
     (trl#3678): they exist for ``chunk`` positions at a time, and the backward
     pass recomputes them where they would not fit.
     """
-    vocabulary = head.weight.shape[0]
+    vocabulary = head.vocabulary
     chunk = chunk or max(CHUNK_ELEMENTS // vocabulary, 1)
     recompute = torch.is_grad_enabled() and len(hidden) * vocabulary > KEEP_ELEMENTS
     read = functools.partial(checkpoint, _read, use_reentrant=False) if recompute else _read

@@ -14,6 +14,7 @@ import os
 import socket
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import huggingface_hub
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 HUB_IDS = {
@@ -38,6 +39,7 @@ DEVICES = ("cpu", "cuda", "mps", "xpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model", "spiece.model")
 getLogger("bitsandbytes").setLevel(ERROR)  # on import it asks for an optional package
+ORIGINAL = "original_max_position_embeddings"
 FORMER = ".former"  # the name of a checkpoint between the two renames of a save
 
 
@@ -161,7 +163,7 @@ def quantization_config(kind: str | None, dtype: torch.dtype) -> Any:
     )
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('. ')[:200]}" if lines else type(error).__name__
 
@@ -247,7 +249,9 @@ def load_model(
             model, loading = AutoModelForCausalLM.from_pretrained(place, **options)
     except Exception as error:
         advice = _advice(source, error)
-        raise PolicyError(f"model {source!r} could not be loaded ({_reason(error)}); {advice}") from error
+        raise PolicyError(f"model {source!r} could not be loaded ({reason(error)}); {advice}") from error
+    if getattr(model, "peft_config", None):  # transformers puts an adapter of the hub on its base by itself
+        raise PolicyError(f"model {source!r} is an adapter; download it to a folder and give that folder")
     lost = sorted(loading.get("missing_keys") or ()) + sorted(
         str(key[0]) for key in loading.get("mismatched_keys") or ()
     )
@@ -262,9 +266,12 @@ def load_model(
     return without_dropout(model)
 
 
+def has_tokenizer(source: str) -> bool:
+    return any((Path(source) / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    folder = Path(source)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if Path(source).is_dir() and not has_tokenizer(source):
         # transformers would make up an empty tokenizer from config.json
         raise PolicyError(
             f"model folder {source!r} holds no tokenizer; put one of {', '.join(TOKENIZER_FILES)} beside the weights"
@@ -274,20 +281,23 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:
         raise PolicyError(
-            f"the tokenizer of {source!r} could not be loaded ({_reason(error)}); {_advice(source, error)}"
+            f"the tokenizer of {source!r} could not be loaded ({reason(error)}); {_advice(source, error)}"
         ) from error
 
 
 def adapter_settings(source: str) -> dict[str, Any] | None:
-    """``adapter_config.json`` of a folder with LoRA weights, else None."""
+    """What ``adapter_config.json`` of an adapter's folder says, with its base under "base"; None for other folders."""
     file = Path(source) / "adapter_config.json"
     if not file.is_file():
         return None
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        return {"base": settings["base_model_name_or_path"], "r": settings["r"], "alpha": settings["lora_alpha"]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise PolicyError(f"{file} is no LoRA configuration ({_reason(error)}); save the policy again") from error
+        settings = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise PolicyError(f"{file} is no adapter's configuration ({reason(error)}); save the adapter again") from error
+    base = settings.get("base_model_name_or_path")
+    if not isinstance(base, str) or not base.strip():
+        raise PolicyError(f"{file} names no base model; write its folder or hub id as base_model_name_or_path")
+    return settings | {"base": base}
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -300,13 +310,31 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-def context_length(config: AutoConfig) -> int:
-    """Tokens the model can attend to; a sliding window counts as its width."""
+def context_length(config: PreTrainedConfig) -> int:
+    """Tokens the model can attend to, all computed alike.
+
+    A sliding window or a chunk counts as its width. Dynamic and LongRoPE frequencies are others for every token once a
+    row is longer than ``original_max_position_embeddings``, which cached keys do not follow, so rows end there.
+    """
+    config = config.get_text_config()
     limit = int(getattr(config, "max_position_embeddings", 0) or 2**31)
-    kinds = getattr(config, "layer_types", None)
-    everywhere = (
-        kinds is None and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
-    )
-    if everywhere or "sliding_attention" in (kinds or ()):
-        limit = min(limit, int(config.sliding_window))
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    windows = {
+        "sliding_attention": "sliding_window",
+        "chunked_attention": "attention_chunk_size",
+        "local": "window_size",
+    }
+    used = [name for kind, name in windows.items() if kind in (kinds or ())]
+    if kinds is None and getattr(config, "use_sliding_window", True):
+        used = ["sliding_window"]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limit = min([limit, *(int(getattr(config, name, None) or limit) for name in used)])
+    for each in (rope, *rope.values()):  # newer configurations have one of each kind of layer
+        kind = str(each.get("rope_type", each.get("type"))) if isinstance(each, dict) else ""
+        switch = "dynamic" in kind or kind in ("longrope", "su")
+        original = (each.get(ORIGINAL) or getattr(config, ORIGINAL, None) or limit) if switch else limit
+        if original < limit:
+            said = f"rotary frequencies ({kind}) that change for rows longer than {original} tokens"
+            warnings.warn(f"this model has {said}, so rows end there and not at {limit}", stacklevel=2)
+            limit = int(original)
     return limit

@@ -21,7 +21,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentr1_lite import forward, loading, storage
 from agentr1_lite.chat import ChatFormat
+from agentr1_lite.forward import Head
 from agentr1_lite.loading import PolicyError
+from agentr1_lite.selfcheck import checked_head
 
 CRITIC_FILE = "critic.safetensors"
 
@@ -63,25 +65,23 @@ class QwenPolicy:
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
         source = loading.resolve(name_or_path)
-        adapter = loading.adapter_settings(source)
+        adapter, lora = loading.adapter_settings(source), None
         base, base_name = source, storage.lasting_name(name_or_path)
         if adapter is not None:
-            lora_rank, lora_alpha = adapter["r"], adapter["alpha"]
+            lora = storage.adapter_config(Path(source))
+            lora_rank = lora.r
             base, base_name = storage.find_base(Path(source), adapter["base"])
         if quantization and not lora_rank:
             raise PolicyError("quantised weights cannot be trained themselves; set lora_rank, for example to 16")
         where = loading.pick_device(device)
         number = loading.pick_dtype(dtype, where, frozen_base=lora_rank > 0)
-        tokenizer = loading.load_tokenizer(source)
+        tokenizer = loading.load_tokenizer(source if lora is None or loading.has_tokenizer(source) else base)
         model = loading.load_model(base, dtype=number, device=where, quantization=quantization)
-        self._build(
-            model, tokenizer, str(name_or_path), lora_rank, lora_alpha, seed, gradient_checkpointing, template_options
-        )
+        lora = lora or _lora(lora_rank, lora_alpha)
+        self._build(model, tokenizer, str(name_or_path), lora, seed, gradient_checkpointing, template_options)
         self._base_name, self._folder = base_name, Path(source)
         if adapter is not None:
-            file = self._folder / storage.ADAPTER_FILE
-            weights = {k.replace(".actor.", "."): p for k, p in self._actor_weights().items()}
-            storage.assign(weights, storage.read_tensors(file), str(file))
+            storage.read_adapter(self._folder, self.model, "actor")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QwenPolicy:
         return self  # an environment may hold one, and forks for every episode
@@ -102,7 +102,8 @@ class QwenPolicy:
         """A policy around a model and a tokenizer that are already in memory."""
         policy = cls.__new__(cls)
         loading.without_dropout(model)
-        policy._build(model, tokenizer, name, lora_rank, lora_alpha, seed, gradient_checkpointing, template_options)
+        lora = _lora(lora_rank, lora_alpha)
+        policy._build(model, tokenizer, name, lora, seed, gradient_checkpointing, template_options)
         return policy
 
     def _build(
@@ -110,13 +111,16 @@ class QwenPolicy:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         name: str,
-        lora_rank: int,
-        lora_alpha: int | None,
+        lora: Any,
         seed: int,
         checkpointing: bool,
         template_options: Mapping[str, Any] | None,
     ) -> None:
-        self.name, self.version, self.seed, self.lora_rank = name, 0, seed, lora_rank
+        if getattr(model, "peft_config", None):
+            raise PolicyError(
+                f"model {name!r} carries an adapter already; give the plain model (peft: merge_and_unload)"
+            )
+        self.name, self.version, self.seed, self.lora_rank = name, 0, seed, lora.r if lora else 0
         self.tokenizer, self._base_name, self._folder = tokenizer, "", None
         saved = tokenizer.init_kwargs.get("template_options")
         self.template_options = dict((saved if template_options is None else template_options) or {})
@@ -131,10 +135,12 @@ class QwenPolicy:
         self._critic: nn.Module | None = None
         self._active = "actor"
         self.causal: PreTrainedModel = model
-        self.model: nn.Module = self._add_lora(lora_rank, lora_alpha) if lora_rank else model
+        self._lora = lora
+        self.model: nn.Module = self._add_lora() if lora else model
         self._checkpoint_layers(model)
-        self.model.requires_grad_(True) if not lora_rank else None
+        self.model.requires_grad_(True) if not lora else None
         self.model.eval()
+        self.head, self.shares = checked_head(model, tokenizer, name, recomputing=checkpointing)
 
     @property
     def quantized(self) -> bool:
@@ -147,24 +153,26 @@ class QwenPolicy:
 
     # Adapters
 
-    def _add_lora(self, rank: int, alpha: int | None) -> nn.Module:
-        from peft import LoraConfig, get_peft_model
+    def _add_lora(self) -> nn.Module:
+        from peft import get_peft_model
 
-        self._lora = LoraConfig(
-            r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM"
-        )
+        settings = copy.deepcopy(self._lora)
+        settings.lora_dropout = 0.0  # a pass must repeat; the saved value is written again
         with self._seeded(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is on its way out
-            return get_peft_model(self.causal, self._lora, adapter_name="actor")
+            try:
+                return get_peft_model(self.causal, settings, adapter_name="actor")
+            except (ValueError, TypeError, RuntimeError) as error:
+                why = loading.reason(error)
+                raise PolicyError(f"the adapter does not fit {self.name!r} ({why}); give it the right base") from error
 
     def _add_adapter(self, name: str) -> None:
         if name not in self.model.peft_config:
             with self._seeded():
-                self.model.add_adapter(name, copy.deepcopy(self._lora))
-        weights = dict(self.model.named_parameters())
+                self.model.add_adapter(name, copy.deepcopy(self.model.peft_config["actor"]))
         with torch.no_grad():
-            for key in [key for key in weights if ".actor." in key]:
-                weights[key.replace(".actor.", f".{name}.")].copy_(weights[key])
+            for mine, actors in zip(self._named(name).values(), self._actor_weights().values(), strict=True):
+                mine.copy_(actors)
         self._activate("actor")
 
     def _activate(self, name: str) -> None:
@@ -216,6 +224,7 @@ class QwenPolicy:
             return
         if self._reference is None:
             self._reference = _frozen_copy(self.causal)
+            self._reference_head = Head(self._reference, self.head.known, self.head.plain)
         else:
             _copy_weights(self.causal, self._reference)
 
@@ -236,7 +245,7 @@ class QwenPolicy:
         else:
             self._critic = _frozen_copy(self.causal.base_model).requires_grad_(True)
             self._checkpoint_layers(self._critic)
-        self.value_head = nn.Linear(self.causal.config.hidden_size, 1).to(self.device)
+        self.value_head = nn.Linear(self.causal.config.get_text_config().hidden_size, 1).to(self.device)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
         file = self._folder / CRITIC_FILE if self._folder else None
@@ -248,7 +257,7 @@ class QwenPolicy:
         return {**body, **{f"value_head.{k}": p for k, p in self.value_head.named_parameters()}}
 
     def _named(self, adapter: str) -> dict[str, nn.Parameter]:
-        return {k: p for k, p in self.model.named_parameters() if f".{adapter}." in k}
+        return {k: p for k, p in self.model.named_parameters() if f".{adapter}." in f"{k}."}
 
     def _actor_weights(self) -> dict[str, nn.Parameter]:
         return self._named("actor") if self.lora_rank else dict(self.causal.named_parameters())
@@ -302,20 +311,23 @@ class QwenPolicy:
         if which == "reference" and not self.has_reference:
             raise PolicyError("the policy has no reference; call policy.freeze_reference() when the phase starts")
         model = self._reference if which == "reference" and not self.lora_rank else self.causal
+        head = self.head if model is self.causal else self._reference_head
         grad = torch.is_grad_enabled() and which == "actor"
-        vocabulary = model.config.vocab_size
+        vocabulary = head.vocabulary
         with self._using(which), torch.set_grad_enabled(grad), self._recomputing(model, grad) as recomputed:
             hidden, state, index = forward.action_states(
                 model.base_model, batch, share=share_prompt, cached=not recomputed
             )
+            chosen = batch.input_ids.reshape(-1)[index]
+            if not bool(head.known[chosen].all()):
+                wrong = int(chosen[~head.known[chosen]][0])
+                raise PolicyError(f"the rows hold {wrong} as an action, an id without a token; sample them anew")
             # the same token in the same state is read once, however many rows it stands in
-            read, which_read = torch.unique(
-                state * vocabulary + batch.input_ids.reshape(-1)[index], return_inverse=True
-            )
+            read, which_read = torch.unique(state * vocabulary + chosen, return_inverse=True)
             logprobs, spread = (
                 None if x is None else forward.scatter(x[which_read], index, batch.input_ids)
                 for x in forward.token_log_probs(
-                    model.get_output_embeddings(),
+                    head,
                     hidden.index_select(0, read // vocabulary),
                     read % vocabulary,
                     temperature=temperature,
@@ -369,7 +381,7 @@ class QwenPolicy:
         return self._whole(path, lambda folder: self._write(folder, dtype, critic))
 
     def merge(self, path: str | Path, *, dtype: torch.dtype | None = None) -> Path:
-        """Write the actor as a plain model that needs neither ``peft`` nor ``bitsandbytes``: W + α/r · B A.
+        """Write the actor as a plain model that needs neither ``peft`` nor ``bitsandbytes``: W + s · B A, s = α/r.
 
         A base in 4 bits is written as the adapter was trained on it, that is dequantised (W = its 16 values × scales),
         so the merged model is the trained policy and not its adapter on other weights.
@@ -402,8 +414,8 @@ class QwenPolicy:
 
     def _write(self, folder: Path, dtype: torch.dtype | None, critic: bool) -> None:
         if self.lora_rank:
-            weights = {k.replace(".actor.", "."): p for k, p in self._actor_weights().items()}
-            storage.write_adapter(folder, self._lora, weights, self._base_name or storage.BASE_FOLDER)
+            base, dropout = self._base_name or storage.BASE_FOLDER, self._lora.lora_dropout
+            storage.write_adapter(folder, self.model, "actor", base_model_name_or_path=base, lora_dropout=dropout)
         if not self.lora_rank or not self._base_name:  # a base that only lives in memory travels with its adapter
             target = folder / storage.BASE_FOLDER if self.lora_rank else folder
             storage.write_model(target, self.causal, dtype)
@@ -414,6 +426,15 @@ class QwenPolicy:
 
 
 _PARTS = ("actor", "reference", "critic")
+
+
+def _lora(rank: int, alpha: int | None) -> Any:
+    """PEFT's configuration of new adapters on every linear layer; None for rank 0."""
+    if not rank:
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=alpha or 2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _frozen_copy(model: nn.Module) -> nn.Module:

@@ -87,7 +87,7 @@ def random_policy(
 ) -> QwenPolicy:
     """A policy around `random_model`; the tokenizer is that of atlas-tiny if not given.
 
-    The model may sample ids that its tokenizer does not know: they decode to nothing.
+    The model samples ids that its tokenizer knows.
     """
     if quantization and not lora_rank:
         raise PolicyError("quantised weights cannot be trained themselves; set lora_rank, for example to 16")

@@ -74,6 +74,13 @@ def uniforms(seeds: np.ndarray, counters: np.ndarray) -> np.ndarray:
     return (z >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
+def known_ids(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> np.ndarray:
+    """(V,) True for ids that have a token; a model may have more rows than its tokenizer, behind it and in gaps."""
+    known = np.zeros(vocabulary, dtype=bool)
+    known[[i for i in tokenizer.get_vocab().values() if i < vocabulary]] = True
+    return known
+
+
 @functools.lru_cache(maxsize=8)
 def stop_candidates(tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str, ...], vocabulary: int) -> np.ndarray:
     """(V,) True for tokens that can complete a stop string: those that hold the last character of one.
@@ -81,11 +88,11 @@ def stop_candidates(tokenizer: PreTrainedTokenizerBase, stop_strings: tuple[str,
     Only after such a token is a row's recent text looked at. Part of a
     character (shown as U+FFFD) can complete any that is not ASCII.
     """
-    known = min(vocabulary, len(tokenizer))
+    found = known_ids(tokenizer, vocabulary)
     texts = tokenizer.batch_decode(
-        [[i] for i in range(known)], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        [[i] for i in np.flatnonzero(found).tolist()], skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
     last = {stop[-1] for stop in stop_strings}
     broken = any(not c.isascii() for c in last)
-    found = [any(c in text for c in last) or (broken and "\ufffd" in text) for text in texts]
-    return np.array(found + [False] * (vocabulary - known))
+    found[found] = [any(c in text for c in last) or (broken and "\ufffd" in text) for text in texts]
+    return found

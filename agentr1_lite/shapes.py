@@ -120,10 +120,7 @@ def shape_of(model: str | Path | Shape) -> Shape:
         raise loading.PolicyError(f"the shape of {source!r} is not read from GGUF files; plan with a name or folder")
     adapter = loading.adapter_settings(source)
     if adapter is not None:
-        base = storage.find_base(Path(source), str(adapter["base"]))[0]
-        if loading.adapter_settings(base) is not None:
-            raise loading.PolicyError(f"adapter {source!r} names {base!r} as its base, which is an adapter itself")
-        return shape_of(base)
+        return shape_of(storage.find_base(Path(source), adapter["base"])[0])
     known = {hub.lower(): name for name, hub in loading.HUB_IDS.items()}
     if source.lower() in known:
         return SHAPES[known[source.lower()]]

@@ -105,6 +105,9 @@ class LLMEngine:
         outputs = []
         for (request_id, request), raw in zip(list(self.requests.items()), self.logits(), strict=True):
             params = request.params
+            raw = raw.clone()
+            for unwanted, bias in (params.logit_bias or {}).items():
+                raw[unwanted] += bias
             scaled = (raw / (params.temperature or 1.0)).log_softmax(-1)
             token = int(
                 raw.argmax() if not params.temperature else scaled.exp().multinomial(1, generator=request.noise)

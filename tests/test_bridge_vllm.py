@@ -282,6 +282,25 @@ def test_what_vllm_is_told():
         VLLMEngine(small(), no_such_option=1)
 
 
+@pytest.mark.parametrize("fields", [{"use_dora": True}, {"rank_pattern": {"q": 2}}, {"alpha_pattern": {"v": 4}}])
+def test_adapters_that_vllm_would_misread_are_refused(fields):
+    policy = small(lora_rank=4)
+    vars(policy.model.peft_config["actor"]).update(fields)
+    with pytest.raises(ValueError, match=f"does not read the {next(iter(fields))}.*training.engine"):
+        VLLMEngine(policy)
+
+
+def test_an_adapter_reaches_vllm_with_its_scale(tmp_path):
+    policy = small(lora_rank=4)
+    folder = policy.save(tmp_path / "adapter")
+    file = folder / "adapter_config.json"
+    file.write_text(file.read_text().replace('"use_rslora": false', '"use_rslora": true'))
+    policy, env = QwenPolicy(folder, device="cpu"), Env()
+    nudge(policy, 0.1)
+    engine = VLLMEngine(policy, stop_strings=env.stop_strings)
+    assert difference(policy, rollout(policy, env, tiny.tasks(2), engine=engine)) < 1e-4
+
+
 def settings(folder: Path, **training) -> Config:
     training = {"engine": "vllm", "batch_size": 3, "group_size": 3, "micro_batch_tokens": 600, **training}
     return Config.from_dict({"training": training, "run": {"output": str(folder), "progress": False}})

@@ -37,6 +37,7 @@ from agentr1_lite.sampling import Sampling
 
 LEAST = (0, 10, 2)
 RANKS = (8, 16, 32, 64, 128, 256, 512)  # values of max_lora_rank that every version takes
+UNREAD = ("use_dora", "rank_pattern", "alpha_pattern")  # fields of an adapter's configuration that vLLM passes over
 INSTALL = 'pip install "agentr1_lite[vllm]" (Linux), or set training.engine to local'
 
 
@@ -108,6 +109,8 @@ class VLLMEngine:
         self._vllm, self.policy, self.max_rows, self.handover = vllm, policy, max_rows, handover
         self._rows: dict[int, Row] = {}
         self._asked = self._loads = 0
+        # the trainer gives ids without a token no share; vLLM has no lower bias than this, a factor of 4e-44
+        self._unknown = dict.fromkeys((~policy.head.known).nonzero()[:, 0].tolist(), -100.0) or None
         self._adapter: Any = None
         self.using(sampling or Sampling(), stop_strings)
         self._folder = tempfile.TemporaryDirectory(prefix="agentr1-vllm-")  # goes with the engine
@@ -121,6 +124,10 @@ class VLLMEngine:
             "seed": policy.seed,
         }
         if policy.lora_rank:
+            unread = [name for name in UNREAD if getattr(policy.model.peft_config["actor"], name)]
+            if unread:
+                todo = "set training.engine to local, or merge the adapter into its base"
+                raise ValueError(f"vLLM does not read the {unread[0]} of an adapter and would sample otherwise; {todo}")
             rank = next((rank for rank in RANKS if rank >= policy.lora_rank), policy.lora_rank)
             defaults |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         if policy.quantized:
@@ -213,6 +220,7 @@ class VLLMEngine:
             detokenize=bool(self.stop_strings),
             skip_special_tokens=False,
             spaces_between_special_tokens=False,
+            logit_bias=self._unknown,
             output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
         prompt = {"type": "token", "prompt_token_ids": list(row.ids)}

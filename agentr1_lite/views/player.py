@@ -89,10 +89,8 @@ class StepPlayer:
         """The policy's k likeliest next tokens; none after the end."""
         if self.done:
             return []
-        size = len(self.policy.tokenizer)  # a model may have more rows than that: nothing can be read in them
-        spare = max(0, self.policy.causal.config.vocab_size - size)
-        found = [pair for pair in self._engine.top_choices(self._row, max(0, k) + spare) if pair[0] < size]
-        return [Choice(token, self.policy.chat.decode([token]), share) for token, share in found[: max(0, k)]]
+        found = self._engine.top_choices(self._row, max(0, k))
+        return [Choice(token, self.policy.chat.decode([token]), share) for token, share in found]
 
     def choose(self, token: int) -> Step:
         """Take this token as the action ``a_t``, whatever the policy thinks of it."""
@@ -101,7 +99,8 @@ class StepPlayer:
 
     def _force(self, token: int) -> Step:
         self._must_go_on()
-        if not hasattr(token, "__index__") or not 0 <= int(token) < len(self.policy.tokenizer):
+        known = self.policy.head.known
+        if not hasattr(token, "__index__") or not 0 <= int(token) < len(known) or not known[int(token)]:
             raise ValueError(f"token {token!r:.60} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
         self._engine.force(self._row, int(token))
         return self._advance()
@@ -165,7 +164,7 @@ class StepPlayer:
             raise ValueError(f"the episode is over ({reason}); take back an action with undo() or make a new player")
 
     def _advance(self) -> Step:
-        before = dict(self._engine.top_choices(self._row, self.policy.causal.config.vocab_size))
+        before = dict(self._engine.top_choices(self._row, self.policy.head.vocabulary))
         turns = self._engine.step()
         action = Action(self._engine.tokens(self._row)[-1], completes_turn=bool(turns))
         self.state = generative_transition(self.state, action)

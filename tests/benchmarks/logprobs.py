@@ -31,7 +31,16 @@ def measure(path: str, rows: int, tokens: int, vocabulary: int) -> dict[str, Any
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    head = torch.nn.Linear(WIDTH, vocabulary, bias=False)
+
+    class Layer(torch.nn.Linear):
+        """An output layer as `forward.Head` is one."""
+
+        vocabulary = property(lambda self: self.out_features)
+
+        def forward(self, hidden: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+            return super().forward(hidden).float() / temperature
+
+    head = Layer(WIDTH, vocabulary, bias=False)
     hidden = torch.randn(rows * tokens, WIDTH, requires_grad=True)
     targets = torch.randint(vocabulary, (rows * tokens,))
     weights = torch.randn(rows * tokens) / (rows * tokens)
