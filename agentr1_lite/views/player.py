@@ -6,7 +6,6 @@ work) and in a terminal (``python -m agentr1_lite play --by token``).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_tran
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.rollout import record_turns, start_episode
 from agentr1_lite.sampling import Sampling
-from agentr1_lite.views.theme import Html, esc, part, show
+from agentr1_lite.views.theme import Html, part, show, templates
+from agentr1_lite.views.trajectory import Token
 
 HELP = (
     "a number picks that token, go lets the policy finish its turn, other text is typed, undo takes one of these back, "
@@ -190,33 +190,15 @@ class StepPlayer:
 
     def html(self, k: int = 5) -> Html:
         """The episode so far, the last transition, and the choices ahead."""
-        rows = [f'<p class="ask">{esc(self.task.question)}</p>']
-        for spoken, feedback in self.state.turns:
-            rows.append(self._tokens("agent", "agent", spoken, "sa"))
-            rows += [self._tokens("reply", "world", feedback, "so")] if feedback else []
-        if self.state.partial:
-            rows.append(self._tokens("agent", "agent", self.state.partial, "sa"))
-        rows.append(f'<p style="margin:8px 0">{self._said()}</p>')
-        rows += [_bar(n, choice) for n, choice in enumerate(self.choices(k), 1)]
-        return show(part("".join(rows), label="an episode played step by step"))
+        rows = []
+        for spoken, feedback in (*self.state.turns, (self.state.partial, ())):
+            rows += [("agent", "agent", self._tokens("sa", spoken))] if spoken else []
+            rows += [("reply", "world", self._tokens("so", feedback))] if feedback else []
+        choices = [(visible(choice.text), choice.probability) for choice in self.choices(k)]
+        return show(part(templates().player(self, rows, choices), label="an episode played step by step"))
 
-    def _tokens(self, kind: str, who: str, ids: Iterable[int], color: str) -> str:
-        spans = "".join(f'<span class="t {color}">{esc(self.policy.chat.decode([i]))}</span>' for i in ids)
-        return f'<div class="row {kind}"><i>{who}</i><p>{spans}</p></div>'
-
-    def _said(self) -> str:
-        """The last transition in words."""
-        if not self.steps:
-            return f"State <b>s₀</b>: the prompt, {len(self.state.prompt)} tokens. Pick the first token."
-        step, t = self.steps[-1], len(self.steps)
-        if not step.environmental:
-            return f"<b>Generative</b> transition P_G: token {t} joins the open turn. Reward 0."
-        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {step.reward:+.2f}. "
-        if not step.done:
-            return f"{head}The world answered with {len(self.state.turns[-1][1])} tokens; a new turn begins."
-        golds = " or ".join(self.task.golds)
-        reason, answer = self.trajectory.stop_reason.value, self.trajectory.answer
-        return f"{head}The episode is over ({esc(reason)}): answer {esc(answer)}, right is {esc(golds)}."
+    def _tokens(self, color: str, ids: Iterable[int]) -> list[Token]:
+        return [Token(f"t {color}", self.policy.chat.decode([i])) for i in ids]
 
     def _repr_html_(self) -> str:
         return self.html().html
@@ -224,14 +206,12 @@ class StepPlayer:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        from agentr1_lite.views.controls import WIDGET
+        from agentr1_lite.views.controls import bundle, widgets_work
 
-        data = {"text/plain": repr(self), "text/html": show('<p class="note">Run the cell to play with buttons.</p>')}
-        if importlib.util.find_spec("ipywidgets") is not None:
-            found = self._buttons()._repr_mimebundle_()
-            data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
+        page = show('<p class="note">Run the cell to play with buttons.</p>')
+        below = bundle(self, page, self._buttons() if widgets_work() else None)
         self._handle = display(self.html(), display_id=True)
-        display(data, raw=True)
+        display(below, raw=True)
 
     def _buttons(self, k: int = 5) -> Any:
         import ipywidgets as w
@@ -281,15 +261,6 @@ class StepPlayer:
 def visible(text: str) -> str:
     """A token's text with spaces and line ends to be seen."""
     return escape.visible(text).replace(" ", "·").replace("\n", "↵")
-
-
-def _bar(number: int, choice: Choice) -> str:
-    share = f'<span style="display:inline-block;height:9px;width:{choice.probability * 200:.0f}px;min-width:1px;'
-    bar = f'{share}background:var(--ar1-blue);margin:0 8px;border-radius:2px"></span>'
-    return (
-        f'<div style="display:flex;align-items:center"><span style="width:210px">{number} '
-        f"<code>{esc(visible(choice.text))}</code></span>{bar}{choice.probability:.3f}</div>"
-    )
 
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
