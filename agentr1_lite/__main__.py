@@ -169,6 +169,7 @@ def play(args: argparse.Namespace) -> int:
     """Be the policy: type turns, or pick tokens, and see observation, reward and end of an episode."""
     from agentr1_lite import pipeline
     from agentr1_lite.toolcalls import ToolCall, render_tool_call
+    from agentr1_lite.views.player import StepPlayer, play_lines, signed
 
     config = _config(args)
     task_set = pipeline.make_task(config, args.split)
@@ -176,8 +177,6 @@ def play(args: argparse.Namespace) -> int:
         raise ValueError(f"--number {args.number}: the split has questions 0 to {len(task_set.tasks) - 1}")
     env, task = task_set.env.fork(), task_set.tasks[args.number]
     if args.by == "token":
-        from agentr1_lite.views.player import StepPlayer, play_lines
-
         config.model.base_model = args.policy or config.model.base_model
         player = StepPlayer(pipeline.make_policy(config), env, task, config.training.seed)
         say(f"question> {task.question}")
@@ -193,7 +192,7 @@ def play(args: argparse.Namespace) -> int:
             line = render_tool_call(ToolCall(env.tools[0].name, {env.tools[0].text_parameter: line}), env.call_format)
         result = env.step(line)
         say(*(f"world> {m['content']}" for m in result.observation))
-        print(f"[reward {result.reward:+.2f}{', end: ' + result.info['stop_reason'].value if result.done else ''}]")
+        print(f"[reward {signed(result.reward)}{', end: ' + result.info['stop_reason'].value if result.done else ''}]")
         if result.done:
             say(f"right: {' or '.join(task.golds)}")
             break

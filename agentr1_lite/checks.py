@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from agentr1_lite import credit
 from agentr1_lite.batch import Batch
 from agentr1_lite.mdp import StopReason, Trajectory, TurnKind
 
 LESSONS = {
     0: "Start here",
+    1: "The agent MDP",
     2: "Tools and environments",
     3: "Rollouts and action masks",
     4: "Rewards and credit",
     5: "Masked losses",
-    6: "Phase 1: imitation",
-    8: "Phase 3: online RL",
 }
 # |log ratio| between sampler and trainer on the same weights: rounding alone. bfloat16 keeps 8 bits, so logits of
 # size 20 are off by up to 0.08; a base in 4 bits is multiplied by other kernels when few rows are decoded.
@@ -52,7 +52,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check says: ``level`` is "ok", "warn" or "fail", ``lesson`` the one that explains it."""
+    """What one check says: ``level`` is "ok", "warn" or "fail", ``lesson`` the one of `LESSONS` that explains it."""
 
     level: str
     check: str
@@ -60,7 +60,8 @@ class Finding:
     lesson: int = 0
 
     def __str__(self) -> str:
-        more = "" if self.level == "ok" else f" (lesson {self.lesson:02d}, {LESSONS[self.lesson]})"
+        told = self.level != "ok" and self.lesson in LESSONS
+        more = f" (lesson {self.lesson:02d}, {LESSONS[self.lesson]})" if told else ""
         return f"{self.level:<4}  {self.check}: {self.message}{more}"
 
 
@@ -153,7 +154,7 @@ def first_ratio(case: Case) -> Verdict:
     return "ok", f"on the first pass every log-ratio is within {bound:g} of 0 (largest {found:.1g})"
 
 
-@check(lesson=8)
+@check(lesson=3)
 def engine_difference(case: Case) -> Verdict:
     """Another engine's log-probs against the trainer's on the same weights; `first_ratio` compares the trainer's."""
     mean, most = (case.metrics.get(f"engine_difference_{name}") for name in ("mean", "max"))
@@ -241,12 +242,12 @@ def rewards_on_actions(case: Case) -> Verdict:
 
 @check(lesson=4)
 def group_variance(case: Case) -> Verdict:
-    groups = reward_groups(case.trajectories)
+    groups = Counter(t.group_id for t in case.trajectories)
     if not groups:
         return None
-    if max(map(len, groups)) == 1:
+    if max(groups.values()) == 1:
         return "warn", "every group has one rollout, so a group baseline gives advantage 0; raise training.group_size"
-    flat = sum(max(group) == min(group) for group in groups)
+    flat = round(zero_variance_share(case.trajectories) * len(groups))
     said = f"{_share(flat, len(groups))} groups earned the same in every rollout and teach nothing"
     if flat == len(groups):
         return "warn", f"{said}: loss 0 is right, but nothing is learned; choose easier or harder questions"
@@ -255,18 +256,10 @@ def group_variance(case: Case) -> Verdict:
     return "ok", said
 
 
-def reward_groups(trajectories: Sequence[Trajectory]) -> list[list[float]]:
-    """Returns of the rollouts, one list a group."""
-    groups: dict[str, list[float]] = {}
-    for t in trajectories:
-        groups.setdefault(t.group_id, []).append(t.total_reward)
-    return list(groups.values())
-
-
 def zero_variance_share(trajectories: Sequence[Trajectory]) -> float:
-    """Share of groups whose rollouts all earned the same (``frac_reward_zero_std``), decided by max == min."""
-    groups = reward_groups(trajectories)
-    return sum(max(group) == min(group) for group in groups) / max(len(groups), 1)
+    """Share of groups without an advantage (``frac_reward_zero_std``), decided as the estimators decide it."""
+    size = [abs(t.reward) + sum(abs(turn.process_reward) for turn in t.turns) for t in trajectories]
+    return credit.zero_variance_share([t.total_reward for t in trajectories], [t.group_id for t in trajectories], size)
 
 
 @check(lesson=3)
@@ -282,7 +275,7 @@ def cut_short(case: Case) -> Verdict:
     return "ok", f"{_share(counts.total(), total)} trajectories were cut by a limit"
 
 
-@check(lesson=6)
+@check(lesson=1)
 def tool_use(case: Case) -> Verdict:
     if not case.has_tools or not case.trajectories:
         return None
@@ -356,7 +349,7 @@ def clipping(case: Case) -> Verdict:
     return "ok", f"{share:.1%} of the tokens are clipped"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def kl_size(case: Case) -> Verdict:
     kl = case.metrics.get("kl")
     if kl is None or not math.isfinite(kl):
@@ -367,7 +360,7 @@ def kl_size(case: Case) -> Verdict:
     return "ok", f"KL to the reference {kl:.2g} nats a token"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def entropy_level(case: Case) -> Verdict:
     name = "entropy" if "entropy" in case.metrics else "entropy_estimate"
     now, past = case.metrics.get(name), case.past(name)
@@ -380,7 +373,7 @@ def entropy_level(case: Case) -> Verdict:
     return "ok", f"entropy {now:.2g} nats a token"
 
 
-@check(lesson=8)
+@check(lesson=5)
 def critic_fit(case: Case) -> Verdict:
     fit, past = case.metrics.get("explained_variance"), case.past("explained_variance")
     if fit is None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from agentr1_lite.advantages import find
 from agentr1_lite.bridges import vllm
+from agentr1_lite.checks import zero_variance_share
 from agentr1_lite.config import TrainingConfig
 from agentr1_lite.env import ToolEnv
 from agentr1_lite.mdp import Task, Trajectory
@@ -78,7 +79,7 @@ def collect(
 
     groups = sample(mine, seed)
     if config.resample_zero_variance:
-        flat = [i for i, group in enumerate(groups) if size > 1 and len({t.total_reward for t in group}) == 1]
+        flat = [i for i, group in enumerate(groups) if size > 1 and zero_variance_share(group) == 1]
         others = sorted(set(range(len(tasks))) - set(chosen))
         fresh = random.Random(seed).sample(others, min(len(flat), len(others)))
         fresh += [mine[i] for i in flat[len(fresh) :]]  # no other question is left: the same one, other noise

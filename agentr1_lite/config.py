@@ -184,7 +184,7 @@ class EvaluationConfig:
     questions: int = knob(200, "How many of them.", min=1, max=1000000, unit="questions")
     every: int = knob(0, "Steps between evaluations; 0 evaluates at the end only.", min=0, max=100000, unit="steps")
     temperature: float = knob(0.0, "Sampling temperature; 0 is greedy.", min=0, max=5)
-    seed: int = knob(0, "Seed of the choice of questions.", min=0, max=2**31 - 1)
+    seed: int = knob(0, "Seed of the choice of questions (0: the first) and of samples.", min=0, max=2**31 - 1)
 
 
 @dataclass

@@ -68,14 +68,19 @@ def group_scores(scores: Tensor, used: Tensor, groups: Tensor, scale: Tensor | N
     return GroupScores(scores, centred, std, count, equal)
 
 
-def zero_variance_share(scores: Any, group_ids: Any) -> float:
+def zero_variance_share(scores: Any, group_ids: Any, scale: Any = None) -> float:
     """Share of groups whose rollouts all earned the same, groups of one included: these teach GRPO nothing.
 
-    ``scores`` (K,) one return a rollout, ``group_ids`` (K,) as in `agentr1_lite.advantages.estimate`.
+    What is the same is what `group_scores` gives no advantage: 0.1 + 0.2 and 0.3 are. ``scores`` (K,) one return a
+    rollout, ``group_ids`` (K,) as in `agentr1_lite.advantages.estimate`, ``scale`` (K,) as in `group_scores`.
     """
-    scores = torch.as_tensor(scores).detach().cpu().double()
-    g = group_scores(scores, torch.ones_like(scores, dtype=torch.bool), number_ids(group_ids))
-    return float((g.equal / g.count).sum() / (1 / g.count).sum())
+    if not len(scores):
+        return 0.0
+    scores, scale = (x if x is None else torch.as_tensor(x).detach().cpu().double() for x in (scores, scale))
+    groups = number_ids(group_ids)
+    equal = scores.new_zeros(int(groups.max()) + 1)  # one number a group
+    equal[groups] = group_scores(scores, torch.ones_like(groups, dtype=torch.bool), groups, scale).equal.double()
+    return float(equal.mean())
 
 
 @dataclass(frozen=True)

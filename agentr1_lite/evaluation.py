@@ -2,8 +2,8 @@
 
 A question is scored from ``trajectory.answer`` alone, which holds what the policy
 itself wrote: neither its searches nor the pages it read can earn anything.
-Rows of one question under several seeds are averaged before resampling, so that
-an interval speaks of questions and three seeds do not pass for three times as many.
+Rows of one question under several seeds are averaged first, so that an interval
+speaks of questions and three seeds do not pass for three times as many.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from agentr1_lite.rewards import Episode
 from agentr1_lite.rollout import rollout
 from agentr1_lite.scoring import (
     bootstrap_interval,
+    mean_interval,
     normalize,
     paired_difference_interval,
     score_answer,
+    three_digits,
+    with_interval,
 )
 
 __all__ = ["BASELINES", "Difference", "Report", "baseline", "difference", "evaluate", "pool", "run_baseline"]
@@ -40,12 +43,19 @@ Row = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """mean(a − b) over ``n`` questions and its 95 % interval; beyond chance when 0 lies outside."""
+    """mean(a − b) over ``n`` questions and its 95 % interval, None where unknown; beyond chance when 0 lies outside."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+    def __str__(self) -> str:
+        return with_interval(self.mean, self.interval, sign=True)
 
 
 @dataclass
@@ -81,9 +91,13 @@ class Report:
         return sum(scores) / len(scores) if scores else None
 
     def interval(self, metric: str = "em", **options: Any) -> tuple[float, float] | None:
-        """95 % bootstrap interval of :meth:`mean`, resampling questions."""
+        """95 % interval of :meth:`mean` over questions, see `mean_interval`; None where it is unknown."""
         scores = list(self.per_question(metric).values())
-        return bootstrap_interval(scores, **options) if scores else None
+        return mean_interval(scores, **options) if scores else None
+
+    def shown(self, metric: str = "em") -> str:
+        """Mean and interval as text: ``0.955 [0.917, 0.976]``."""
+        return with_interval(self.mean(metric), self.interval(metric))
 
     def by(self, key: str) -> dict[Any, Report]:
         """The report split by a column such as ``hops``, ``kind`` or ``seed``, in sorted order."""
@@ -144,16 +158,17 @@ class Report:
         if not self.rows:
             return f"{self.name}: no questions"
         head = " · ".join([self.name, *(f"{k} {v}" for k, v in self.settings.items())])
-        lines = [head, f"{'':<16}{'n':>5}  " + "".join(f"{name:<20}" for name in ("EM", "cover EM", "F1")).rstrip()]
+        lines = [head, f"{'':<16}{'n':>5}  " + "".join(f"{name:<22}" for name in ("EM", "cover EM", "F1")).rstrip()]
         parts = {"all": self, **{_words(k): p for k, p in self.by("kind").items()}}
         parts |= {_words(k, "hop"): p for k, p in self.by("hops").items()}
         for label, part in parts.items():
-            cells = "".join(f"{_with_interval(part.mean(m), part.interval(m)):<20}" for m in SCORES)
+            cells = "".join(f"{part.shown(m):<22}" for m in SCORES)
             lines.append(f"{label:<16}{len(part.per_question('em')):>5}  {cells}".rstrip())
         effort = {name: self.mean(name) for name in EFFORT}
         words = {name: "evidence found" if name == "recall" else name.replace("_", " ") for name in effort}
-        lines.append(" · ".join(f"{words[name]} {x:.2f}" for name, x in effort.items() if x is not None))
-        return "\n".join([*lines, "stopped by: " + ", ".join(f"{k} {v:.0%}" for k, v in self.stop_reasons().items())])
+        lines.append(" · ".join(f"{words[name]} {three_digits(x)}" for name, x in effort.items() if x is not None))
+        stops = ", ".join(f"{k} {100 * v:.4g}%" for k, v in self.stop_reasons().items())
+        return "\n".join([*lines, f"stopped by: {stops}"])
 
 
 def _words(value: Any, unit: str = "") -> str:
@@ -161,10 +176,6 @@ def _words(value: Any, unit: str = "") -> str:
     if not value:
         return f"unknown {unit or 'kind'}"
     return f"{value} {unit}{'s' * (value != 1)}" if unit else str(value)
-
-
-def _with_interval(mean: float, interval: tuple[float, float]) -> str:
-    return f"{mean:.3f} [{interval[0]:.2f}, {interval[1]:.2f}]"
 
 
 def _recall(task: Task, trajectory: Trajectory | Episode) -> float | None:
@@ -266,7 +277,7 @@ def pool(reports: Iterable[Report], name: str | None = None) -> Report:
 
 
 def difference(report_a: Report, report_b: Report, metric: str = "em", **options: Any) -> Difference:
-    """mean(a − b) with a paired bootstrap interval: both answered the same questions, whose difficulty cancels out."""
+    """mean(a − b) with a paired interval: both answered the same questions, whose difficulty cancels out."""
     a, b = report_a.per_question(metric), report_b.per_question(metric)
     if a.keys() != b.keys() or not a:
         raise ValueError(
@@ -275,7 +286,8 @@ def difference(report_a: Report, report_b: Report, metric: str = "em", **options
         )
     first, second = list(a.values()), [b[key] for key in a]
     mean = float(np.mean(np.subtract(first, second)))
-    return Difference(mean, *paired_difference_interval(first, second, **options), len(a))
+    low, high = paired_difference_interval(first, second, **options) or (None, None)
+    return Difference(mean, low, high, len(a))
 
 
 # Baselines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from agentr1_lite.tasks.scripted import load_logs
 from agentr1_lite.trainer import AgentR1Trainer
 from agentr1_lite.versions import versions
 
+POOL = 1000  # questions made for a choice by seed
 BASELINES = ("closed_book", "naive_rag", "scripted_expert")
 Say = Callable[[str], None]
 Phase = tuple[str, Callable[[], Any]]
@@ -66,11 +68,19 @@ def make_task(config: Config, split: str, **knobs: Any) -> TaskSet:
 
 
 def held_out(config: Config) -> TaskSet:
-    """The questions of ``config.evaluation``; a test world holds other entities than the train world."""
+    """The questions of ``config.evaluation``; a test world holds other entities than the train world.
+
+    Seed 0 takes the first of the split, any other seed draws among all of them; of a task that makes as many as it is
+    asked for, among `POOL` or twice the number wanted.
+    """
     wanted = config.evaluation
-    knobs = {"count": wanted.questions} if "count" in accepted_knobs(config.task.name) else {}
+    pool = max(POOL, 2 * wanted.questions) if wanted.seed else wanted.questions
+    knobs = {"count": pool} if "count" in accepted_knobs(config.task.name) else {}
     task_set = make_task(config, wanted.split, **knobs)
-    task_set.tasks = task_set.tasks[: wanted.questions]
+    chosen = range(len(task_set.tasks))[: wanted.questions]
+    if wanted.seed:
+        chosen = sorted(random.Random(wanted.seed).sample(range(len(task_set.tasks)), len(chosen)))
+    task_set.tasks = [task_set.tasks[i] for i in chosen]
     if not task_set.tasks:
         raise ConfigError(
             f"evaluation.split {wanted.split}: task {config.task.name} has no question there; choose another"
@@ -117,8 +127,7 @@ def train(
             report.save(path)
         if path.exists() and leads:
             reports[name] = report = evaluation.Report.load(path)
-            low, high = report.interval()
-            say(f"{name:>16}: EM {report.mean():.3f}  [{low:.3f}, {high:.3f}]  n={len(report)}")
+            say(f"{name:>16}: EM {report.shown()}  n={len(report)}")
 
     def score(name: str, now: bool, again: bool = False) -> None:
         options = {"name": name, "temperature": config.evaluation.temperature, "max_batch": config.training.max_rows}
@@ -146,7 +155,7 @@ def train(
         return {}
     summary = {
         "em": {name: reports[name].mean() for name in ("base", *dict(plan)) if name in reports},
-        "interval": {name: list(report.interval()) for name, report in reports.items()},
+        "interval": {name: report.interval() for name, report in reports.items()},
         "n": len(test_set.tasks),
         "baselines": {name: reports[name].mean() for name in BASELINES if name in reports},
         "seconds": _seconds(seconds, trainer, reports),
@@ -200,7 +209,7 @@ class Evaluations:
         options = {"temperature": wanted.temperature, "seed": wanted.seed}
         options["max_batch"] = trainer.config.training.max_rows
         report = evaluation.evaluate(trainer.policy, self.task_set, **options)
-        low, high = report.interval()
+        low, high = report.interval() or (None, None)
         row = {"phase": phase, "step": step, "count": trainer.count, "n": len(report)}
         trainer.log.add("evaluations.jsonl", {**row, "em": report.mean(), "low": low, "high": high})
 

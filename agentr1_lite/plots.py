@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from agentr1_lite.escape import esc
+from agentr1_lite.scoring import three_digits, with_interval
 
 PHASES = ("base", "imitation", "offline", "online")
 LABELS = {
@@ -55,7 +56,8 @@ class Estimate(NamedTuple):
 
     @property
     def text(self) -> str:
-        return f"{self.mean:.2f}" + (f"  [{self.low:.2f}, {self.high:.2f}]" if self.low is not None else "")
+        known = self.low is not None and self.high is not None
+        return with_interval(self.mean, (self.low, self.high) if known else None)
 
 
 class Curve(NamedTuple):
@@ -111,7 +113,7 @@ def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> str:
 
 def svg_intervals(groups: Sequence[tuple[str, Sequence[Estimate]]], axis: str) -> str:
     """Estimates as dots with 95 % intervals, one row each, under a heading a group."""
-    width, left, right, row = 720, 152, 134, 32
+    width, left, right, row = 720, 152, 164, 32
     span = width - left - right
     height = 34 + sum(26 + row * len(rows) for _, rows in groups) + 16
     parts = [_text(left + span / 2, height - 6, axis, "middle", "axis")]
@@ -280,7 +282,7 @@ def _draw_estimates(axes: Any, estimates: Sequence[Estimate], title: str) -> Non
         if e.low is not None:
             axes.plot([e.low, e.high], [place, place], color=color, lw=5, alpha=0.45, solid_capstyle="round")
         axes.plot(e.mean, place, "o", color=color, ms=9, mec=PAPER, mew=1.2, zorder=3)
-        axes.text(1.05, place, f"{e.mean:.2f}", va="center", color=color, weight="bold", clip_on=False)
+        axes.text(1.05, place, three_digits(e.mean), va="center", color=color, weight="bold", clip_on=False)
     axes.set(title=title, xlim=(0, 1.02), ylim=(-0.6, max(len(estimates), 1) - 0.4))
     axes.set_xlabel("exact match, share of questions (95 % interval)")
     axes.set_yticks(range(len(estimates)), [e.label for e in reversed(estimates)], color=INK)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from agentr1_lite.checks import Finding
+from agentr1_lite.checks import LESSONS
 from agentr1_lite.escape import esc
 from agentr1_lite.evaluation import Difference, Report, difference, score_answer
 from agentr1_lite.jsonl import DataError, write_text
@@ -21,6 +21,7 @@ from agentr1_lite.mdp import Trajectory, Turn
 from agentr1_lite.plots import LABELS, PHASES, Curve, draw_summary, legend, svg_curves, svg_intervals, svg_stack
 from agentr1_lite.report_style import page
 from agentr1_lite.run_folder import Run, mapping, number
+from agentr1_lite.scoring import three_digits
 
 BASELINES = ("closed_book", "naive_rag", "base_tool_call", "scripted_expert")
 MAX_CHARS = 1_500
@@ -67,7 +68,7 @@ def headline(run: Run) -> str:
     rows = [(esc(LABELS[name]), _signed(gain)) for name, gain in gains if gain is not None]
     table = _table(("phase", "gain in EM over the phase before, paired by question"), rows) if rows else ""
     split = esc(run.summary.get("split", "held-out"))
-    note = f"Answers to {n:g} questions of the {split} split; bars are 95 % bootstrap intervals over questions."
+    note = f"Answers to {n:,.0f} questions of the {split} split; bars are 95 % intervals over questions."
     return _section("Exact match", chart + table, note)
 
 
@@ -79,8 +80,8 @@ def _gain(run: Run, before: str, after: str) -> Difference | None:
 
 
 def _signed(gain: Difference) -> str:
-    beyond = "" if gain.low <= 0 <= gain.high else " · beyond chance"
-    return f"{gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]{beyond}".replace("-", "−")
+    beyond = gain.interval is not None and not gain.low <= 0 <= gain.high
+    return f"{gain}{' · beyond chance' * beyond}".replace("-", "−")
 
 
 def learning(run: Run) -> str:
@@ -121,23 +122,19 @@ def breakdown(run: Run) -> str:
             rows.append((esc(label), *(_cell(parts[name].get(value)) for name in names)))
     rows.append(("<b>all</b>", *(_cell(run.reports[name]) for name in names)))
     for metric, label in (("f1", "F1"), ("cover_em", "cover EM")):
-        rows.append((label, *(_plain(run.reports[name].mean(metric)) for name in names)))
+        rows.append((label, *(three_digits(run.reports[name].mean(metric)) for name in names)))
     for metric in ("turns", "tool_calls", "action_tokens", "recall"):
         label = "evidence found" if metric == "recall" else metric.replace("_", " ")
-        rows.append((label, *(_plain(run.reports[name].mean(metric)) for name in names)))
+        rows.append((label, *(three_digits(run.reports[name].mean(metric)) for name in names)))
     head = ("", *(esc(LABELS.get(name, name.replace("_", " "))) for name in names))
     return _section("By hops and kind of question", _table(head, rows, "numbers"), "Exact match with 95 % intervals.")
 
 
 def _cell(report: Report | None) -> str:
-    if report is None:
+    if report is None or (mean := report.mean("em")) is None:
         return "–"
-    mean, (low, high) = report.mean("em"), report.interval("em")
-    return f'<span class="heat" style="--share:{mean:.0%}">{mean:.2f}</span> <small>{low:.2f}–{high:.2f}</small>'
-
-
-def _plain(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    shown, bounds = esc(report.shown("em")).split(" ", 1)
+    return f'<span class="heat" style="--share:{mean:.0%}">{shown}</span> <small>{bounds}</small>'
 
 
 def episodes(run: Run) -> str:
@@ -160,7 +157,7 @@ def _episode(how: str, t: Trajectory) -> str:
     mark = "✓" if _is_right(t) else "✗"
     kind = "right" if mark == "✓" else "wrong"
     effort = f"{len(t.turns)} turn{'s' * (len(t.turns) != 1)} · {t.num_actions} tokens"
-    facts = f"reward {t.total_reward:.2f} · {effort} · stopped by {t.stop_reason.value}"
+    facts = f"reward {three_digits(t.total_reward)} · {effort} · stopped by {t.stop_reason.value}"
     golds = f' <span class="note">right: {esc(" or ".join(map(str, t.golds)))}</span>' if t.golds else ""
     return (
         f'<article class="episode"><header><b class="{kind}">{esc(how)}</b><span class="note">{esc(facts)}</span>'
@@ -211,16 +208,16 @@ def doctor(run: Run) -> str:
     rows = []
     for (level, check), seen in sorted(found.items()):
         last = list(seen.values())[-1]
-        finding = Finding(level, check, str(last["message"]), last.get("lesson") or 0)
+        lesson = last.get("lesson")
         when = [step for step in seen if step is not None]
         span = f"{when[0]}" if len(when) == 1 else f"{when[0]} to {when[-1]}, {len(when)} times" if when else ""
         rows.append(
             (
                 f'<b class="{esc(level)}">{esc(level)}</b>',
                 esc(check.replace("_", " ")),
-                esc(finding.message),
+                esc(last["message"]),
                 span,
-                f"{finding.lesson:02d}",
+                f"{int(lesson):02d}" if lesson in LESSONS else "–",
             )
         )
     return _section("Doctor", _table(("", "check", "last seen", "steps", "lesson"), rows))
@@ -278,7 +275,7 @@ def _drawn(section: Callable[[Run], str], run: Run) -> str:
     """A section, or nothing where a file holds something else than the trainer writes: one bad file costs its part."""
     try:
         return section(run)
-    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, IndexError, ArithmeticError) as error:
         run.missing.append(f"The part {section.__name__!r} cannot be drawn from these files ({error!r}).")
         return ""
 
@@ -292,13 +289,14 @@ def _lead(run: Run) -> str:
     if not found:
         return small
     last = found[-1]
-    before = f'<span class="from">{found[0].mean:.2f}</span><span class="arrow">→</span>' if len(found) > 1 else ""
+    start, end = (esc(three_digits(e.mean)) for e in (found[0], last))
+    before = f'<span class="from">{start}</span><span class="arrow">→</span>' if len(found) > 1 else ""
     words = (
         f"exact match, {LABELS[found[0].name].lower()} and after {LABELS[last.name].split('· ')[-1]}"
         if before
         else "exact match"
     )
-    return f'<p class="hero">{before}<span class="to">{last.mean:.2f}</span><small>{words}</small></p>{small}'
+    return f'<p class="hero">{before}<span class="to">{end}</span><small>{words}</small></p>{small}'
 
 
 def demo_figure(run_dir: str | Path, path: str | Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,7 +50,7 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         rows, problems = self._read("metrics.jsonl", read_rows, ([], []))
         self.missing += [f"metrics.jsonl, line {p.line}: {p.reason}." for p in problems]
-        return [row for row in rows if isinstance(row.get("step"), int | float)]
+        return [row for row in rows if number(row.get("step")) is not None]
 
     @cached_property
     def reports(self) -> dict[str, Report]:
@@ -91,13 +91,11 @@ class Run:
         means = {**mapping(self.summary.get("baselines")), **mapping(self.summary.get("em"))}
         intervals, out = mapping(self.summary.get("interval")), []
         for name in names:
-            report, mean, bounds = self.reports.get(name), number(means.get(name)), intervals.get(name)
-            if mean is None and report is not None:
-                mean = report.mean("em")
-            if not _is_interval(bounds):
-                bounds = report.interval("em") if report is not None else (None, None)
+            report, mean, bounds = self.reports.get(name), number(means.get(name)), _interval(intervals.get(name))
+            if report is not None:
+                mean, bounds = report.mean("em") if mean is None else mean, bounds or report.interval("em")
             if mean is not None:
-                out.append(Estimate(name, mean, *bounds))
+                out.append(Estimate(name, mean, *(bounds or (None, None))))
         return out
 
     def curves(self, keys: Sequence[str], phases: Sequence[str] = PHASES) -> list[Curve]:
@@ -119,10 +117,14 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def number(value: Any) -> float | None:
+    """A finite number, or that of an evaluation's summary; None for anything else."""
     value = value.get("em") if isinstance(value, dict) else value
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return float(value) if good else None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
-def _is_interval(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2 and None not in map(number, value)
+def _interval(value: Any) -> tuple[float, float] | None:
+    """The bounds, where they are some; one of no width claims a certainty that no sample gives."""
+    found = tuple(map(number, value)) if isinstance(value, list | tuple) else ()
+    return found if len(found) == 2 and None not in found and found[0] < found[1] else None

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentr1_lite import checks, doctor
+from agentr1_lite.advantages import estimate
 from agentr1_lite.batch import collate
 from agentr1_lite.checks import CHECKS, LESSONS, Case, Finding, examine, ratio_bound, sampled_mask, zero_variance_share
 from agentr1_lite.doctor import Doctor, machine_check, observation_gradient, self_test
@@ -170,7 +171,7 @@ def test_reward_on_a_masked_token(trajectories):
     [[[1.0] * 4], [[0.0] * 4], [[0.7] * 8], [[1.3] * 8], [[10.1] * 8], [[1.0] * 4, [0.0] * 4, [0.7] * 8]],
 )
 def test_equal_rewards(groups):
-    """Case rl01: decided by max == min, not by a float standard deviation."""
+    """Case rl01: decided by max and min, not by a float standard deviation."""
     assert zero_variance_share(rewarded(*groups)) == 1.0
     assert verdict("group_variance", trajectories=rewarded(*groups)) == "warn"
 
@@ -182,6 +183,32 @@ def test_group_share_by_counting(groups):
     assert zero_variance_share(rewarded(*groups)) == flat / len(groups)
     expected = "warn" if flat > 0.7 * len(groups) else "ok"
     assert verdict("group_variance", trajectories=rewarded(*groups)) == expected
+
+
+SUMS = [0.3, 0.1 + 0.2, 0.1 + 0.1 + 0.1, 0.7 - 0.4, 1.0, 0.1 * 10, sum([0.1] * 10), 1.3]
+
+
+@given(st.lists(st.lists(st.sampled_from(SUMS), min_size=2, max_size=4), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_doctor_and_estimators_agree_which_rewards_are_equal(groups):
+    """0.1 + 0.2 and 0.3 are one reward: no advantage, no fault where the gradient is 0, and questions drawn anew."""
+    trajectories = rewarded(*groups)
+    batch = collate(trajectories)
+    found = estimate("dr_grpo", batch.rewards, batch.action_mask, group_ids=batch.group_ids).advantages
+    rows = found.abs().sum(-1).tolist()
+    flat = sum(sum(rows.pop(0) for _ in group) == 0 for group in groups)
+    assert flat == sum(len({round(x, 9) for x in group}) == 1 for group in groups)
+    assert zero_variance_share(trajectories) == flat / len(groups)
+    level = verdict("gradient_size", metrics={"grad_norm": 0.0}, trajectories=trajectories)
+    assert level == ("ok" if flat == len(groups) else "fail")
+
+
+def test_rewards_that_cancel_are_equal_up_to_their_size():
+    """1e6 − 1e6 + 0.25 against 0.25 is compared at the size of what was summed, as the estimators do."""
+    plain, summed = rewarded([0.25, 0.25])
+    turns = [Turn(0, 1, 2, TurnKind.ANSWER, process_reward=1e6), Turn(0, 1, 2, TurnKind.ANSWER, process_reward=-1e6)]
+    summed = replace(summed, turns=turns, reward=0.25 + 1e-9)
+    assert zero_variance_share([plain, summed]) == 1.0 and zero_variance_share(rewarded([0.25, 0.25 + 1e-6])) == 0.0
 
 
 def test_groups_of_one():
@@ -261,7 +288,7 @@ def test_history_is_kept_by_the_doctor():
         assert levels(looking.examine(metrics={"entropy": 1.0})) == {"finite": "ok", "entropy_level": "ok"}
     worst = looking.examine(metrics={"entropy": 0.01})[0]
     assert (worst.check, worst.level) == ("entropy_level", "warn")
-    assert str(worst).endswith("(lesson 08, Phase 3: online RL)") and "\n" not in str(worst)
+    assert str(worst).endswith("(lesson 05, Masked losses)") and "\n" not in str(worst)
 
 
 @given(st.data())

@@ -9,10 +9,13 @@ import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_lite import evaluation
+from agentr1_lite import evaluation, tasks
+from agentr1_lite.config import Config
+from agentr1_lite.env import ToolEnv
 from agentr1_lite.evaluation import Report, difference, evaluate, pool, run_baseline
 from agentr1_lite.jsonl import DataError
 from agentr1_lite.mdp import Segment, StopReason, Task, Trajectory, Turn, TurnKind
+from agentr1_lite.pipeline import held_out
 from agentr1_lite.tasks import TaskSet, load_task
 
 TASKS = [
@@ -159,7 +162,8 @@ def test_paired_difference():
     a, b = report_of(*[1.0] * 30 + [0.0] * 10), report_of(*[1.0] * 20 + [0.0] * 20)
     found = difference(a, b)
     assert found.mean == pytest.approx(0.25) and found.n == 40 and 0 < found.low < 0.25 < found.high
-    assert difference(a, a)[:3] == (0.0, 0.0, 0.0)
+    # both answered alike: p = q = 1/42, so ± 1.96 · sqrt(2/42/42) by hand
+    assert difference(a, a)[:3] == pytest.approx((0.0, -0.0660, 0.0660), abs=5e-5)
     with pytest.raises(ValueError, match="40 questions with em, 'r' 2, 2 in common"):
         difference(a, report_of(1.0, 0.0))
 
@@ -241,3 +245,51 @@ def test_what_a_baseline_cannot_do_is_said(atlas):
         run_baseline("scripted_expert", None, atlas, tasks=[Task("x", "?")])
     with pytest.raises(ValueError, match="has no passages"):
         run_baseline("naive_rag", None, TaskSet("shop", "dev", [], atlas.env))
+
+
+# Which questions a run is evaluated on
+
+
+def chosen(task: str = "atlas", **knobs: object) -> list[Task]:
+    seed, questions = knobs.pop("seed", 0), knobs.pop("questions", 20)
+    config = Config.from_dict({"task": {"name": task, "knobs": knobs}})
+    config.evaluation.seed, config.evaluation.questions = seed, questions
+    return held_out(config).tasks
+
+
+def test_seed_zero_takes_the_first_questions_and_others_draw():
+    first, again, other = chosen(), chosen(seed=3), chosen(seed=4)
+    assert first == load_task("atlas", "dev", count=20).tasks
+    assert again == chosen(seed=3) and len({t.id for t in again}) == len({t.id for t in other}) == 20
+    assert again != other and again != first != other
+    every = {task.id: task for task in load_task("atlas", "dev", count=1000).tasks}
+    assert all(every[task.id] == task for task in again + other), "questions of the same world"
+
+
+def test_a_task_with_a_fixed_number_of_questions_is_drawn_from(monkeypatch):
+    def build(split: str) -> TaskSet:
+        return TaskSet("fixed", split, [Task(f"q{i}", f"Number {i}?", (str(i),)) for i in range(50)], ToolEnv([]))
+
+    monkeypatch.setitem(tasks._BUILDERS, "fixed", build)
+    ids = [[t.id for t in chosen("fixed", seed=seed)] for seed in (0, 1, 1, 2)]
+    assert ids[0] == [f"q{i}" for i in range(20)] and ids[1] == ids[2] != ids[3]
+    assert {t.id for t in chosen("fixed", seed=1, questions=80)} == {f"q{i}" for i in range(50)}
+    seen = {t.id for seed in range(1, 30) for t in chosen("fixed", seed=seed)}
+    assert len(seen) == 50, "a sample of the whole split"
+
+
+def test_samples_of_an_evaluation_follow_its_seed(atlas):
+    policy = tiny.policy()
+    answers = {}
+    for seed in (1, 1, 2):
+        report = evaluate(policy, atlas, tasks=atlas.tasks[:4], temperature=1.0, seed=seed)
+        tokens = tuple((row["action_tokens"], row["turns"], row["answer"]) for row in report.rows)
+        assert answers.setdefault(seed, tokens) == tokens and report.settings["seed"] == seed
+    texts = [[t.turns[0].text for t in found] for found in (sampled(policy, atlas, s) for s in (1, 1, 2))]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def sampled(policy, atlas: TaskSet, seed: int) -> list[Trajectory]:
+    kept: list[Trajectory] = []
+    evaluate(policy, atlas, tasks=atlas.tasks[:4], temperature=1.0, seed=seed, on_trajectory=kept.append)
+    return sorted(kept, key=lambda t: t.task_id)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from agentr1_lite.escape import visible
-from agentr1_lite.evaluation import Report
+from agentr1_lite.evaluation import Report, difference
 from agentr1_lite.jsonl import DataError
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind, save_jsonl
 from agentr1_lite.plots import Curve, Estimate, smooth, svg_curves, svg_intervals, svg_stack, ticks
@@ -114,11 +114,11 @@ def test_page_of_a_whole_run(folder):
     assert path == folder / "report.html"
     page = Page(path.read_text(encoding="utf-8"))
     for words in (
-        "0.33",
-        "0.93",
+        "0.333",
+        "0.933",
         "GRPO · seed 7",
-        "0.93  [0.83, 1.00]",  # from the summary
-        "0.50  [0.33, 0.67]",  # not in the summary: 15 of 30 from the evaluation report
+        "0.933 [0.830, 1.000]",  # from the summary
+        "0.500 [0.332, 0.668]",  # not in the summary: Wilson's of 15 of 30 from the evaluation report
         "Naive RAG",
         "Answers to 30 questions",
         "+0.433",  # online − imitation: 28/30 − 15/30
@@ -299,3 +299,23 @@ def test_figure_for_the_readme(folder, tmp_path):
     assert len(picture.convert("RGB").getcolors(1 << 20)) > 50
     (tmp_path / "empty").mkdir()
     assert demo_figure(tmp_path / "empty", tmp_path / "none.png").stat().st_size > 1000
+
+
+def test_no_share_is_rounded_and_no_interval_is_a_point(folder):
+    """191 of 200, 0 of 200: in the table, on the page, and in an older run whose summary held a point."""
+    scores = {"base": [0.0] * 200, "online": [1.0] * 191 + [0.0] * 9}
+    for name, values in scores.items():
+        report(name, *values).save(folder / "evaluation" / f"{name}.json")
+    old = {"em": {"base": 0.0, "online": 0.955}, "interval": {"base": [0.0, 0.0], "online": [0.925, 0.98]}}
+    (folder / "summary.json").write_text(json.dumps(old))
+    text = Page(write_report(folder).read_text(encoding="utf-8")).text
+    for words in ("0.000→0.955", "0.000 [0.000, 0.019]", "0.955 [0.925, 0.980]", "0.955 [0.917, 0.976]"):
+        assert words in text.replace("\n", ""), words
+    assert "0.96" not in text and "[0.000, 0.000]" not in text
+    stored = json.loads((folder / "evaluation" / "base.json").read_text())["summary"]
+    assert (
+        stored["em"]["interval"] == [0.0, pytest.approx(0.0188453, abs=1e-7)]
+        and stored["by_kind"]["bridge"]["interval"][1] > 0
+    )
+    assert "0.955 [0.917, 0.976]" in report("r", *scores["online"]).table()
+    assert str(difference(report("a", *scores["base"]), report("b", *scores["base"]))) == "+0.000 [-0.014, +0.014]"

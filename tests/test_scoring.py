@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentr1_lite.scoring import bootstrap_interval, normalize, paired_difference_interval, score_answer
+from agentr1_lite.scoring import (
+    bootstrap_interval,
+    mean_interval,
+    normalize,
+    paired_difference_interval,
+    score_answer,
+    three_digits,
+    wilson_interval,
+    with_interval,
+)
 
 GOLDEN = Path(__file__).parent / "golden" / "answer_scores.tsv"
 BENCHMARKS = ("hotpotqa", "2wiki", "musique")
@@ -167,7 +176,6 @@ def test_paired_difference_cancels_the_difficulty_of_questions():
     low, high = paired_difference_interval(first, second)
     assert low < -0.05 < high < 0
     assert bootstrap_interval(first)[1] > bootstrap_interval(second)[0]  # unpaired intervals overlap
-    assert paired_difference_interval(first, first) == (0.0, 0.0)
 
 
 def test_intervals_refuse_what_they_cannot_mean():
@@ -178,3 +186,78 @@ def test_intervals_refuse_what_they_cannot_mean():
         bootstrap_interval([1.0], level=1.0)
     with pytest.raises(ValueError, match="same questions"):
         paired_difference_interval([1.0], [1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "level", "low", "high"),
+    [  # scipy.stats.binomtest(right, n).proportion_ci(level, method="wilson")
+        (0, 200, 0.95, 0.0, 0.0188453264),
+        (200, 200, 0.95, 0.9811546736, 1.0),
+        (1, 1, 0.95, 0.2065493144, 1.0),
+        (5, 200, 0.95, 0.0107247197, 0.0571783404),
+        (191, 200, 0.95, 0.9167032960, 0.9761474570),
+        (32, 32, 0.95, 0.8928208017, 1.0),
+        (5, 10, 0.9, 0.2692718211, 0.7307281789),
+    ],
+)
+def test_a_share_gets_the_score_interval(right, n, level, low, high):
+    for values in ([1.0] * right + [0.0] * (n - right), [True] * right + [False] * (n - right)):
+        assert mean_interval(values, level=level) == pytest.approx((low, high), abs=1e-9)
+    bounds = wilson_interval(right, n, level=level)
+    assert bounds[0] <= right / n <= bounds[1] and (bounds[0] == 0) == (right == 0) and (bounds[1] == 1) == (right == n)
+
+
+def test_other_scores_are_resampled_and_equal_ones_tell_nothing():
+    values = [0.0, 1 / 3, 1.0, 1.0, 2 / 3]
+    assert mean_interval(values) == bootstrap_interval(values)
+    assert mean_interval([0.4]) is mean_interval([1 / 3] * 50) is None
+    assert with_interval(1 / 3, None) == "0.333 [–]"
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_the_score_interval_solves_its_equation(case):
+    """Its bounds are where the normal test of p stands exactly at z: |right/n − p| = z · sqrt(p(1 − p)/n)."""
+    right, n = case
+    for p in wilson_interval(right, n):
+        if 0 < p < 1:
+            assert abs(right / n - p) == pytest.approx(1.959963985 * (p * (1 - p) / n) ** 0.5, rel=1e-6)
+
+
+def paired(both: int, first: int, second: int, neither: int) -> tuple[list[float], list[float]]:
+    a = [1.0] * (both + first) + [0.0] * (second + neither)
+    return a, [1.0] * both + [0.0] * first + [1.0] * second + [0.0] * neither
+
+
+def test_paired_shares_as_published():
+    """Fagerland, Lydersen and Laake, Statistical Analysis of Contingency Tables, chapter 8: 59, 6, 16 and 80 pairs."""
+    assert paired_difference_interval(*paired(59, 6, 16, 80)) == pytest.approx((-0.1195, -0.0032), abs=5e-5)
+
+
+@given(st.tuples(*[st.integers(0, 30)] * 4).filter(any))
+def test_paired_shares_never_claim_certainty(counts):
+    a, b = paired(*counts)
+    low, high = paired_difference_interval(a, b)
+    mean = (counts[1] - counts[2]) / sum(counts)
+    assert -1 <= low <= mean <= high <= 1 and low < high
+    assert paired_difference_interval(b, a) == pytest.approx((-high, -low))
+
+
+def test_paired_scores_that_are_no_shares():
+    a, b = [0.5, 1.0, 0.25], [0.25, 1.0, 0.0]
+    assert paired_difference_interval(a, b) == bootstrap_interval(np.subtract(a, b))
+    assert paired_difference_interval(a, a) is None and paired_difference_interval([0.5], [0.0]) is None
+
+
+@given(st.integers(0, 1000))
+def test_three_digits_are_those_of_the_share(k):
+    assert three_digits(k / 1000) == f"{k // 1000}.{k % 1000:03d}"
+
+
+@pytest.mark.parametrize(
+    ("x", "shown"),
+    [(0.0125, "0.013"), (0.0135, "0.014"), (2.125, "2.125"), (-0.0, "0.000"), (-0.2, "-0.200"), (None, "–")]
+    + [(0.9999, ">0.999"), (1999 / 2000, ">0.999"), (1 / 3000, "<0.001"), (1 / 2000, "0.001"), (float("nan"), "–")],
+)
+def test_no_rounding_to_a_certainty(x, shown):
+    assert three_digits(x) == shown
+    assert three_digits(0.0004, sign=True) == "+0.000" and three_digits(-0.2125, sign=True) == "-0.213"

@@ -263,6 +263,12 @@ def visible(text: str) -> str:
     return escape.visible(text).replace(" ", "·").replace("\n", "↵")
 
 
+def signed(reward: float) -> str:
+    """A reward with its sign: two digits, or as many as it has up to four."""
+    text = f"{reward:+.2f}"
+    return text if float(text) == reward else f"{reward:+.4g}"
+
+
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:
     """Play in a terminal: each line is a number of a choice, ``go``, ``undo``, ``undo 3``, ``?`` or text to type."""
     tell, say = say, lambda text: tell(escape.visible(text))
@@ -288,7 +294,7 @@ def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], No
             if step.environmental:
                 say(f"agent> {player.trajectory.turns[-1].text}")
                 say(f"world> {step.observation}" if step.observation else "world> (ends the episode)")
-                say(f"[P_E, reward {step.reward:+.2f}]")
+                say(f"[P_E, reward {signed(step.reward)}]")
         if player.done:
             end = player.trajectory
             say(f"[{end.stop_reason.value}] answer: {end.answer}; right: {' or '.join(player.task.golds)}")

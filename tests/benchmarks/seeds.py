@@ -15,6 +15,7 @@ from pathlib import Path
 from agentr1_lite import pipeline
 from agentr1_lite.config import load_config
 from agentr1_lite.evaluation import Report, difference, pool
+from agentr1_lite.scoring import three_digits
 
 PHASES = ("base", "imitation", "offline", "online")
 
@@ -34,12 +35,11 @@ def table(found: dict[int, dict[str, Report]]) -> list[str]:
     lines, before = [], None
     for name in (*PHASES, *pipeline.BASELINES):
         report = pool(reports[name] for reports in found.values())
-        low, high = report.interval()
-        seeds = " ".join(f"{reports[name].mean():.3f}" for reports in found.values())
-        line = f"{name:<16} EM {report.mean():.3f} [{low:.3f}, {high:.3f}]  seeds {seeds}"
+        seeds = " ".join(three_digits(reports[name].mean()) for reports in found.values())
+        line = f"{name:<16} EM {report.shown()}  seeds {seeds}"
         if name in PHASES and before is not None:
             gain = difference(report, before)
-            line += f"  gain {gain.mean:+.3f} [{gain.low:+.3f}, {gain.high:+.3f}]"
+            line += f"  gain {gain}"
         before = report if name in PHASES else before
         lines.append(line)
     return lines
