@@ -52,8 +52,17 @@ class Knob:
         return value
 
     @property
+    def stops(self) -> list[Any]:
+        """What the slider of a number that may be None offers: "none", then low, low + step, …"""
+        low, high, step = self.bounds
+        return ["none", *(low + i * step for i in range(int((high - low) / step + 1e-9) + 1))]
+
+    @property
     def held(self) -> Any:
-        """The value as its widget holds it: a box holds text."""
+        """The value as its widget holds it: a box holds text, an optional number's slider the nearest of its stops."""
+        if self.bounds and self.optional:
+            none, *numbers = self.stops
+            return none if self.value is None else min(numbers, key=lambda stop: abs(stop - self.value))
         return self.value if self.choices or self.bounds else str(self.value)
 
 
@@ -98,10 +107,8 @@ class Panel:
             self.picture = _not_drawn(error)
         if name in self._widgets:
             self._setting = True
-            try:
-                self._widgets[name].value = knob.held
-            finally:
-                self._setting = False
+            self._widgets[name].value = knob.held
+            self._setting = False
         for handle in self._handles:
             handle.update(self.picture)
 
@@ -139,10 +146,10 @@ class Panel:
 
         rows = [w.HTML(f"<b>{esc(self.title)}</b>")] if self.title else []
         for name, knob in self.knobs.items():
-            self._widgets[name], shown = _widget(knob)
-            self._widgets[name].observe(lambda change, name=name: self.set(name, change["new"]), names="value")
+            widget = self._widgets[name] = _widget(knob)
+            widget.observe(lambda change, name=name: self.set(name, change["new"]), names="value")
             text = " · ".join(filter(None, (esc(knob.unit), esc(knob.help))))
-            rows.append(w.HBox([shown, w.HTML(f'<span style="opacity:.7;font-size:12px">{text}</span>')]))
+            rows.append(w.HBox([widget, w.HTML(f'<span style="opacity:.7;font-size:12px">{text}</span>')]))
         return w.VBox(rows)
 
 
@@ -164,50 +171,21 @@ def _not_drawn(error: Exception) -> Html:
     return show(part(f'<p class="bad">Not drawn: {esc(said)}</p>'))
 
 
-class _Optional:
-    """A number that a tick box switches off; ``value`` is None then."""
-
-    def __init__(self, inner: Any, on: bool) -> None:
-        import ipywidgets as w
-
-        self.inner, self.tick = inner, w.Checkbox(on, description="on", indent=False, layout={"width": "50px"})
-        inner.disabled = not on
-
-    @property
-    def value(self) -> Any:
-        return self.inner.value if self.tick.value else None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        if value is not None:
-            self.inner.value = value
-        self.tick.value = value is not None
-
-    def observe(self, call: Callable[[dict], None], names: str) -> None:
-        def changed(_: Any) -> None:
-            self.inner.disabled = not self.tick.value
-            call({"new": self.value})
-
-        for widget in (self.inner, self.tick):
-            widget.observe(changed, names)
-
-
-def _widget(knob: Knob) -> tuple[Any, Any]:
-    """The widget that holds the value, and what is shown of it."""
+def _widget(knob: Knob) -> Any:
     import ipywidgets as w
 
-    given = knob.held if knob.held in (True, False) else list(knob.choices) or knob.bounds or knob.held
-    start = knob.bounds[0] if knob.bounds and knob.value is None else knob.held
-    made = w.interactive.widget_from_abbrev(given, start)
+    if knob.bounds and knob.optional:
+        names = [stop if isinstance(stop, str) else f"{stop:.6g}" for stop in knob.stops]
+        made = w.SelectionSlider(options=list(zip(names, knob.stops, strict=True)), value=knob.held)
+    else:
+        given = knob.value if isinstance(knob.value, bool) else list(knob.choices) or knob.bounds or knob.held
+        made = w.interactive.widget_from_abbrev(given, knob.held)
     made.description, made.style.description_width, made.layout.width = knob.label, "140px", "400px"
     if isinstance(made, w.Text):
         made.continuous_update = False
     elif isinstance(made, w.FloatSlider):
         made.readout_format = ".3g"
-    if knob.bounds and knob.optional:
-        pair = _Optional(made, knob.value is not None)
-        return pair, w.HBox([made, pair.tick])
-    return made, made
+    return made
 
 
 def panel(

@@ -17,7 +17,7 @@ from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_tran
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.rollout import record_turns, start_episode
 from agentr1_lite.sampling import Sampling
-from agentr1_lite.views.theme import Html, part, show, templates
+from agentr1_lite.views.theme import Html, part, show, signed, templates
 from agentr1_lite.views.trajectory import Token
 
 HELP = (
@@ -218,37 +218,32 @@ class StepPlayer:
 
         picks = [w.Button(layout={"width": "auto", "min_width": "90px"}) for _ in range(k)]
         typed = w.Text(placeholder="or type text and press Enter", continuous_update=False)
-        ahead, back = w.Button(description="Policy finishes its turn"), w.Button(description="Undo")
-        ahead.layout.width = "auto"
-        offered: list[Choice] = []
+        ahead = w.Button(description="Policy finishes its turn", layout={"width": "auto"})
+        back = w.Button(description="Undo")
 
         def refresh() -> None:
-            offered[:] = self.choices(k)
+            offered = self.choices(k)
             for n, button in enumerate(picks):
                 button.disabled = n >= len(offered)
-                button.description = f"{n + 1} · {visible(offered[n].text)}" if n < len(offered) else "–"
+                button.description = "–" if button.disabled else f"{n + 1} · {visible(offered[n].text)}"
             ahead.disabled = typed.disabled = self.done
             back.disabled = not self.steps
             if hasattr(self, "_handle"):
                 self._handle.update(self.html(k))
 
-        def after(act: Callable[[], Any]) -> Callable[[Any], None]:
-            def run(_: Any) -> None:
-                act()
-                refresh()
-
-            return run
+        def act(move: Callable[..., Any], *given: Any) -> None:
+            move(*given)
+            refresh()
 
         def send(change: dict[str, Any]) -> None:
             if change["new"]:
-                self.type_text(change["new"])
                 typed.value = ""
-                refresh()
+                act(self.type_text, change["new"])
 
         for n, button in enumerate(picks):
-            button.on_click(after(lambda n=n: self.choose(offered[n].token)))
-        ahead.on_click(after(self.finish_turn))
-        back.on_click(after(self.undo))
+            button.on_click(lambda _, n=n: act(self.choose, self.choices(k)[n].token))
+        ahead.on_click(lambda _: act(self.finish_turn))
+        back.on_click(lambda _: act(self.undo))
         typed.observe(send, names="value")
         refresh()
         return w.VBox([w.HBox(picks, layout={"flex_flow": "row wrap"}), w.HBox([typed, ahead, back])])
@@ -261,12 +256,6 @@ class StepPlayer:
 def visible(text: str) -> str:
     """A token's text with spaces and line ends to be seen."""
     return escape.visible(text).replace(" ", "·").replace("\n", "↵")
-
-
-def signed(reward: float) -> str:
-    """A reward with its sign: two digits, or as many as it has up to four."""
-    text = f"{reward:+.2f}"
-    return text if float(text) == reward else f"{reward:+.4g}"
 
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:

@@ -174,6 +174,8 @@ def _content(content: Any, where: str) -> str:
     for i, part in enumerate(parts):
         if isinstance(part, Mapping):
             part = part.get("text") or f"[{part.get('type', 'part')}]"
+        elif isinstance(part, (int, float)):
+            part = str(part)
         if not isinstance(part, str):
             raise ValueError(f"{where}: part {i} of content is {type(part).__name__}, not a text; give it as a string")
         out.append(part)

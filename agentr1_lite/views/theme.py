@@ -50,6 +50,12 @@ def number(x: float) -> str:
     return f"{x:.4g}".replace("-", "−")
 
 
+def signed(reward: float) -> str:
+    """A reward with its sign: two digits, or as many as it has up to four."""
+    text = f"{reward:+.2f}"
+    return text if float(text) == reward else f"{reward:+.4g}"
+
+
 class Html(str):
     """HTML that a notebook shows as such; ``html`` is the string itself, ``alt`` says what it shows."""
 
@@ -93,7 +99,7 @@ def templates() -> TemplateModule:
 
     options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
     environment = Environment(autoescape=True, finalize=finalize, **options)
-    environment.filters["number"] = number
+    environment.filters |= {"number": number, "signed": signed}
     return environment.from_string(asset("views.jinja")).module
 
 
@@ -213,7 +219,7 @@ def show(what: Any, *, alt: str = "") -> Html:
     return Html(part(figure_svg(what, alt)), alt)
 
 
-def figure_svg(fig: Any, alt: str = "") -> str:
+def figure_svg(fig: Any, alt: str = "") -> Html:
     """The figure as an ``<svg>`` element, the same bytes for the same figure; closes the figure."""
     import matplotlib
 
@@ -236,4 +242,4 @@ def figure_svg(fig: Any, alt: str = "") -> str:
     width = fig.get_figwidth() * 96  # CSS pixels
     head = f'<svg class="fig" role="img" aria-label="{esc(alt)}" style="max-width:{width:.0f}px"'
     svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2).replace("<svg", head, 1)
-    return visible(re.sub(r"\n\s*", "\n", svg).strip())
+    return Html(visible(re.sub(r"\n\s*", "\n", svg).strip()), alt)

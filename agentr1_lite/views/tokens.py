@@ -15,17 +15,9 @@ from agentr1_lite.views.reading import as_trajectory, is_finite, piece, splitter
 
 SOURCES = ("prompt", "action", "seam", "observation")
 Numbers = list[float | None]
-ALIASES = {
-    "mask": "action_mask",
-    "advantages": "advantage",
-    "returns": "return",
-    "rewards": "reward",
-    "values": "value",
-    "logprobs": "logprob",
-    "old_logprobs": "old_logprob",
-    "ref_logprobs": "ref_logprob",
-    "entropies": "entropy",
-    "ratios": "ratio",
+ALIASES = {"mask": "action_mask", "entropies": "entropy"} | {
+    f"{name}s": name
+    for name in ("advantage", "return", "reward", "value", "ratio", "logprob", "old_logprob", "ref_logprob")
 }
 
 
