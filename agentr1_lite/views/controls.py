@@ -74,12 +74,7 @@ class Panel:
     """
 
     def __init__(
-        self,
-        knobs: Mapping[str, Knob],
-        draw: Callable[[dict[str, Any]], Any],
-        *,
-        title: str = "",
-        static: bool = False,
+        self, knobs: Mapping[str, Knob], draw: Callable[[dict[str, Any]], Any], *, title: str = "", static: bool = False
     ) -> None:
         self.knobs, self.title = dict(knobs), title
         self.static = static or not widgets_work()

@@ -107,19 +107,7 @@ def templates() -> TemplateModule:
 def style() -> str:
     """A ``<style>`` element: the palette and the rules of every view, all of it inside ``.ar1``."""
     light, dark = ("".join(f"--ar1-{name}:{pair[mode]};" for name, pair in COLORS.items()) for mode in (0, 1))
-    hosts = (
-        (".ar1", light),
-        ("@media (prefers-color-scheme:dark){.ar1", dark + "}"),
-        ('[data-jp-theme-light="true"] .ar1,body.vscode-light .ar1,html[theme=light] .ar1', light),
-        (
-            '[data-jp-theme-light="false"] .ar1,body.vscode-dark .ar1,body.vscode-high-contrast .ar1,'
-            "html[theme=dark] .ar1",
-            dark,
-        ),
-        ("@media print{.ar1.ar1.ar1", light + "}"),
-    )
-    palette = "".join(f"{where}{{{colors}}}" for where, colors in hosts)
-    return f"<style>{palette}{asset('views.css')}</style>"
+    return templates().style(light, dark, Html(asset("views.css")))
 
 
 def part(body: str, *, kind: str = "", script: bool = False, label: str = "", id: str | None = None) -> Html:
@@ -127,12 +115,8 @@ def part(body: str, *, kind: str = "", script: bool = False, label: str = "", id
 
     ``kind`` names further CSS classes, ``label`` (plain text) is what a screen reader announces.
     """
-    spoken = f' role="group" aria-label="{esc(label)}"' if label else ""
-    code = f"<script>{asset('views.js')}</script>" if script else ""
-    named = f' id="{esc(id)}"' if id else ""
-    # JupyterLab would take the arrow keys for its own commands
-    head = f'<div class="{f"ar1 {kind}".strip()}"{spoken}{named} data-lm-suppress-shortcuts="true">'
-    return Html(f"{head}{style()}{body}{code}</div>", label)
+    code = Html(asset("views.js")) if script else ""
+    return Html(templates().part(style(), Html(body), code, kind, label, id), label)
 
 
 # Figures

@@ -15,6 +15,7 @@ from agentr1_lite.views.reading import as_trajectory, is_finite, piece, splitter
 
 SOURCES = ("prompt", "action", "seam", "observation")
 Numbers = list[float | None]
+Place = tuple[int, int, int, int]  # segment, turn, start, end
 ALIASES = {"mask": "action_mask", "entropies": "entropy"} | {
     f"{name}s": name
     for name in ("advantage", "return", "reward", "value", "ratio", "logprob", "old_logprob", "ref_logprob")
@@ -42,7 +43,7 @@ class TokenTable:
     segment: list[int]
     quantities: dict[str, Numbers] = field(default_factory=dict)
     has_text: bool = True
-    empty: list[tuple[int, int, int, int]] = field(default_factory=list)
+    empty: list[Place] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -55,7 +56,7 @@ class TokenTable:
         """Half-open spans of tokens with one segment and one turn, in order."""
         return runs(list(zip(self.segment, self.turn, strict=True)))
 
-    def blocks(self) -> list[tuple[int, int, int, int]]:
+    def blocks(self) -> list[Place]:
         """(segment, turn, start, end) of every prompt and turn in order; start = end where it holds no token."""
         held = [(self.segment[a], self.turn[a], a, b) for a, b in self.turns()]
         return sorted(held + self.empty, key=lambda block: (block[0], block[2], block[1]))

@@ -14,7 +14,7 @@ from agentr1_lite.escape import visible
 from agentr1_lite.mdp import Trajectory, Turn, TurnKind
 from agentr1_lite.views.reading import BYTES, as_trajectory
 from agentr1_lite.views.theme import Html, part, templates
-from agentr1_lite.views.tokens import ALIASES, SOURCES, TokenTable, runs, token_table
+from agentr1_lite.views.tokens import ALIASES, SOURCES, Place, TokenTable, runs, token_table
 
 OF_THE_ANSWER = {"em", "f1", "cover_em"}  # reward parts that compare an answer with the right ones
 
@@ -196,13 +196,7 @@ def labels(table: TokenTable, start: int, end: int, kind: TurnKind) -> list[str]
     return out
 
 
-def block(
-    sheet: Sheet,
-    trajectory: Trajectory,
-    table: TokenTable,
-    place: tuple[int, int, int, int],
-    marked: Collection[int] = (),
-) -> Block:
+def block(sheet: Sheet, trajectory: Trajectory, table: TokenTable, place: Place, marked: Collection[int] = ()) -> Block:
     """One of `TokenTable.blocks`, drawn: a turn with the reply to it, or a segment's prompt."""
     segment, index, start, end = place
     if index < 0:
