@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from agentr1_lite import escape
@@ -63,7 +64,6 @@ class StepPlayer:
     def __init__(self, policy: QwenPolicy, env: ToolEnv, task: Task, seed: int = 0, temperature: float = 1.0) -> None:
         self.policy, self.env, self.task, self.seed = policy, env, task, seed
         self._engine = LocalEngine(policy, sampling=Sampling(temperature), stop_strings=env.stop_strings, max_rows=1)
-        self._refresh: Callable[[], None] | None = None
         self._marks: list[int] = []  # how many steps there were before each action that undo takes back
         self._begin()
 
@@ -96,45 +96,28 @@ class StepPlayer:
 
     def choose(self, token: int) -> Step:
         """Take this token as the action ``a_t``, whatever the policy thinks of it."""
-        self._mark()
-        return self._force(token)
-
-    def _force(self, token: int) -> Step:
-        self._must_go_on()
         if not hasattr(token, "__index__") or not 0 <= int(token) < len(self.policy.tokenizer):
             raise ValueError(f"token {token!r:.60} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
-        self._engine.force(self._row, int(token))
-        return self._advance()
+        return self._take([int(token)])[0]
 
     def sample(self) -> Step:
         """Let the policy draw the next token."""
-        self._mark()
-        return self._advance()
+        return self._take([None])[0]
 
     def finish_turn(self) -> list[Step]:
         """Let the policy draw until its turn is complete."""
-        self._mark()
-        taken = [self._advance()]
-        while not taken[-1].environmental:
-            taken.append(self._advance())
-        return taken
+        return self._take(repeat(None))
 
     def type_text(self, text: str, end: bool | None = None) -> list[Step]:
         """Take the tokens of ``text`` as actions, up to where a turn completes.
 
         ``end`` adds the end of turn; None adds it where the text ends in a call's or an answer's closing tag.
         """
-        self._mark()
         end = text.rstrip().endswith(self._closings()) if end is None else end
         ids = self.policy.chat.turn_ids(text)
         if not end and self.policy.chat.turn_end_id is not None:
             ids = ids[:-1]
-        taken: list[Step] = []
-        for token in ids:
-            taken.append(self._force(token))
-            if taken[-1].environmental:
-                break
-        return taken
+        return self._take(ids)
 
     def _closings(self) -> tuple[str, ...]:
         tools = {tool.name: tool.text_parameter for tool in self.env.tools}
@@ -147,22 +130,28 @@ class StepPlayer:
         """
         end = len(self.steps)
         end = max(0, end - count) if count is not None else max((m for m in self._marks if m < end), default=0)
-        kept = [step.token for step in self.steps[:end]]
-        self._marks = [mark for mark in self._marks if mark < end]
+        kept, marks = self.steps[:end], [mark for mark in self._marks if mark < end]
         if self._row is not None:
             self._engine.close(self._row)
         self._begin()
-        for token in kept:
-            self._force(token)
+        for step in kept:
+            self._take([step.token])
+        self._marks = marks
 
-    def _mark(self) -> None:
-        self._must_go_on()
-        self._marks.append(len(self.steps))
-
-    def _must_go_on(self) -> None:
+    def _take(self, tokens: Iterable[int | None]) -> list[Step]:
+        """Take actions up to where a turn completes; where there is None, the policy draws."""
         if self.done:
             reason = self.trajectory.stop_reason.value
             raise ValueError(f"the episode is over ({reason}); take back an action with undo() or make a new player")
+        self._marks.append(len(self.steps))
+        taken: list[Step] = []
+        for token in tokens:
+            if token is not None:
+                self._engine.force(self._row, token)
+            taken.append(self._advance())
+            if taken[-1].environmental:
+                break
+        return taken
 
     def _advance(self) -> Step:
         before = dict(self._engine.top_choices(self._row, self.policy.causal.config.vocab_size))

@@ -108,22 +108,20 @@ def token_table(
 
 def _places(trajectory: Trajectory) -> tuple[list[str], list[int], list[int]]:
     """Source, turn and segment of every token."""
-    source, turns, segments = [], [], []
+    sources, turns, segments = [], [], []
     for index, segment in enumerate(trajectory.segments):
+        length = len(segment)
         mine = sorted((t.start, t.end, i) for i, t in enumerate(trajectory.turns) if t.segment == index)
-        seen = {
-            t for turn in trajectory.turns if turn.segment == index
-            for t in range(turn.observation_start, turn.observation_end)
-        }  # fmt: skip
-        now = -1
-        for t, acted in enumerate(segment.action_mask):
-            while mine and mine[0][0] <= t:
-                now = mine.pop(0)[2]
-            before = now < 0 and t < segment.prompt_length
-            source.append("action" if acted else "observation" if t in seen else "prompt" if before else "seam")
-            turns.append(now)
-            segments.append(index)
-    return source, turns, segments
+        first = min([segment.prompt_length, *(start for start, _, _ in mine)])
+        source, turn = ["prompt"] * first + ["seam"] * (length - first), [-1] * length
+        for start, _, i in mine:
+            turn[start:] = [i] * (length - start)
+            seen = slice(trajectory.turns[i].observation_start, trajectory.turns[i].observation_end)
+            source[seen] = ["observation"] * len(source[seen])
+        sources += ["action" if acted else name for acted, name in zip(segment.action_mask, source, strict=True)]
+        turns += turn
+        segments += [index] * length
+    return sources, turns, segments
 
 
 def _texts(trajectory: Trajectory, ids: list[int], tokenizer: Any, where: str) -> tuple[list[str], list[bool]]:
