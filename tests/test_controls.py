@@ -9,7 +9,8 @@ import pytest
 from agentr1_lite.config import Config, TrainingConfig
 from agentr1_lite.views.controls import WIDGET, Panel, panel, sliders
 
-NAMES = ["training.gamma", "training.algorithm", "training.dual_clip", "training.whiten", "training.group_size"]
+NAMES = dict.fromkeys(["training.gamma", "training.algorithm", "training.dual_clip", "training.whiten"])
+NAMES |= {"training.dual_clip": (1, 100, 0.5), "training.group_size": None}
 
 
 def shown(config: Config) -> str:
@@ -44,10 +45,10 @@ def shown_panel(displayed) -> tuple[Panel, Config, list]:
 
 def test_widgets_are_made_from_the_fields(shown_panel):
     widgets = shown_panel[0]._widgets
-    gamma, algorithm, dual = (widgets[name] for name in NAMES[:3])
+    gamma, algorithm, dual = (widgets[name] for name in list(NAMES)[:3])
     assert (type(gamma).__name__, gamma.min, gamma.max, gamma.value) == ("FloatSlider", 0, 1, 1.0)
     assert gamma.description == "gamma" and "GiGPO" in algorithm.options and algorithm.value == "GRPO"
-    assert dual.value == 3.0 and (dual.inner.min, dual.inner.max) == (1, 100)
+    assert dual.value == 3.0 and (dual.options[0], dual.options[-1]) == (("none", "none"), ("100", 100.0))
     assert type(widgets["training.whiten"]).__name__ == "Checkbox"
     group = widgets["training.group_size"]
     assert (type(group).__name__, group.min, group.max) == ("IntSlider", 1, 256)
@@ -59,7 +60,7 @@ def test_a_moved_slider_draws_in_place_and_changes_the_config(shown_panel):
     assert WIDGET in events[0][1] and "Drawn with gamma = 1.0" in events[0][1]["text/html"]
     assert "1 GRPO 3.0 True 8" in events[1][1]
     made._widgets["training.gamma"].value = 0.5
-    made._widgets["training.dual_clip"].tick.value = False
+    made._widgets["training.dual_clip"].value = "none"
     made.set("training.algorithm", "RLOO")
     assert [kind for kind, _ in events[2:]] == ["update"] * 3
     assert "0.5 RLOO None True 8" in events[-1][1] and made._widgets["training.algorithm"].value == "RLOO"
@@ -76,8 +77,22 @@ def test_a_section_alone_and_narrowed_bounds():
 def test_wide_numbers_get_a_box_and_say_what_is_allowed():
     made = panel(TrainingConfig(), lambda t: "", ["micro_batch_tokens"])
     made._box()
-    assert type(made._widgets["micro_batch_tokens"]).__name__ == "BoundedIntText"
+    box = made._widgets["micro_batch_tokens"]
+    assert type(box).__name__ == "Text" and not box.continuous_update
     assert "from 64 to 4194304" in made.knobs["micro_batch_tokens"].help
+    box.value = "512"
+    assert made.values["micro_batch_tokens"] == 512
+    box.value = "5"
+    assert "Not drawn" in made.picture and box.value == "512"
+
+
+def test_an_optional_number_may_lie_between_the_stops_of_its_slider():
+    made = panel(Config(), shown, {"training.dual_clip": (1.5, 6, 0.5)})
+    made._box()
+    made.set("training.dual_clip", 2.6)
+    assert made.values == {"training.dual_clip": 2.6} and made._widgets["training.dual_clip"].value == 2.5
+    made.set("training.dual_clip", "none")
+    assert made.values == {"training.dual_clip": None} and made._widgets["training.dual_clip"].value == "none"
 
 
 def test_without_widgets_the_same_picture_says_which_line_to_edit(monkeypatch, displayed):

@@ -289,18 +289,29 @@ def test_ids_beyond_the_tokenizer_decode_to_nothing():
 def test_figure_draws_every_phase_to_scale():
     made = plan("qwen2.5-3b", 8, max_rows=64)
     html = plan_figure(made)
-    bars = re.findall(r'<rect x="([\d.]+)" y="(\d+)" width="([\d.]+)".*?<title>(.*?): ([\d.]+) GiB', html)
-    right = {y: float(x) + float(width) for x, y, width, _, _ in bars}
-    left = float(bars[0][0])
-    lengths = [end - left for end in right.values()]
-    totals = list(made.totals.values())
+    shape = r"<title>([\w ]+): ([\d.]+) GiB</title>\s*<path d=\"M ([\d.]+) ([\d.]+) \nL ([\d.]+)"
+    bars = [(name, *map(float, numbers)) for name, *numbers in re.findall(shape, html)]
+    left = min(x for _, _, x, _, _ in bars)
+    ends = dict.fromkeys(sorted(y for *_, y, _ in bars), left)
+    for *_, x, y, end in sorted(bars, key=lambda bar: bar[2]):
+        assert x == pytest.approx(ends[y], abs=0.1)  # no gap between the parts of a phase
+        ends[y] = end
+    assert len(ends) == len(made.totals)
+    lengths, totals = [end - left for end in ends.values()], list(made.totals.values())
     assert lengths == pytest.approx([t / totals[0] * lengths[0] for t in totals], abs=1)
-    line = float(re.search(r'<line x1="([\d.]+)"', html)[1])
+    line = float(
+        re.search(r'<path d="M ([\d.]+) [\d.]+ \nL \1 [\d.]+ \n"[^>]*stroke-dasharray: [^;]*; stroke-dashoffset', html)[
+            1
+        ]
+    )
     assert (line - left) / lengths[0] == pytest.approx(8 / totals[0], abs=0.01)
     assert "It does not fit" in html
-    width = float(re.search(r'viewBox="0 0 (\d+)', html)[1])
-    labels = re.findall(r'<text x="([\d.]+)".*?text-anchor="(\w+)" font-size="(\d+)".*?>(.*?)</text>', html)
-    for x, anchor, size, text in labels:  # nothing is cut at the right: 0.6 em a letter
+    width = float(re.search(r'viewBox="0 0 ([\d.]+)', html)[1])
+    labels = re.findall(
+        r'<text style="font-size: (\d+)px;[^"]*text-anchor: (\w+)[^"]*" x="([\d.]+)"[^>]*>(.*?)</text>', html
+    )
+    assert len(labels) > 10
+    for size, anchor, x, text in labels:  # nothing is cut at the right: 0.6 em a letter
         reach = {"start": 1.0, "middle": 0.5, "end": 0.0}[anchor] * 0.6 * float(size) * len(text)
         assert float(x) + reach <= width
 

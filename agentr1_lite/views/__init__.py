@@ -16,7 +16,8 @@ _HOMES = {
     "memory": ("plan_figure", "plan_panel"),
     "player": ("StepPlayer",),
     "theme": ("COLORS", "Html", "esc", "figure", "line", "series", "show", "style"),
-    "tokens": ("TokenTable", "from_messages", "token_table"),
+    "reading": ("from_messages",),
+    "tokens": ("TokenTable", "token_table"),
     "trajectory": ("show_trajectory", "trajectory_html"),
 }
 __getattr__, __all__ = exports(__name__, _HOMES)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from agentr1_lite.views.theme import esc, part
-from agentr1_lite.views.tokens import TokenTable, as_trajectory, token_table
-from agentr1_lite.views.trajectory import Scale, Sheet, asked, block, facts, heading
+from agentr1_lite.views.reading import as_trajectory
+from agentr1_lite.views.theme import Html, part, templates
+from agentr1_lite.views.tokens import TokenTable, token_table
+from agentr1_lite.views.trajectory import Scale, Sheet, block, facts
 
 NOTABLE = 0.02  # share of the scale from which on two numbers are called different
-Spans = dict[tuple[int, int], tuple[int, int]]
 
 
 def compare_html(
@@ -23,7 +23,7 @@ def compare_html(
     tokenizer: Any = None,
     quantities: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None),
     title: str = "",
-) -> str:
+) -> Html:
     """A page part with both, on one colour scale.
 
     Where a turn's tokens differ, the differing ones are outlined. Where they are the same (one trajectory, two
@@ -35,57 +35,40 @@ def compare_html(
     sides = [as_trajectory(x, 0, tokenizer) for x in (left, right)]
     tables = [token_table(t, tokenizer, q) for t, q in zip(sides, quantities, strict=True)]
     sheet = Sheet(tables, color_by)
-    spans = [_spans(table) for table in tables]
-    marked: tuple[set[int], set[int]] = (set(), set())
-    notes: dict[tuple[int, int], str] = {}
-    places = sorted({*spans[0], *spans[1]})
-    for place in places:
-        notes[place] = _mark(tables, [s.get(place, (0, 0)) for s in spans], sheet.scales[sheet.color_by], marked)
-    body = []
-    for place in places:
-        cells = []
-        for side, table, own, marks, label in zip(sides, tables, spans, marked, labels, strict=True):
-            none = '<p class="note">no such turn</p>'
-            drawn = block(sheet, side, table, (*place, *own[place]), marks) if place in own else none
-            cells.append(f'<div data-side="{esc(label)}, "><p class="side">{esc(label)}</p>{drawn}</div>')
-        body.append(f'<div class="pair">{"".join(cells)}</div><p class="note">{notes[place]}</p>')
-    one = sides[0].question == sides[1].question
-    heads = "".join(
-        f"<div><h4>{esc(label)}</h4>{facts(side, ask=not one)}</div>" for label, side in zip(labels, sides, strict=True)
-    )
-    head = heading(title) + (asked(sides[0]) if one else "")
-    head += f'<div class="pair">{heads}</div>'
-    view = sheet.close("".join(body), head=head, key='<span class="t d">line above</span>: differs')
+    spans = [{(segment, turn): (a, b) for segment, turn, a, b in table.blocks()} for table in tables]
+    places = []
+    for place in sorted({*spans[0], *spans[1]}):
+        *marked, note = _differing(tables, [own.get(place, (0, 0)) for own in spans], sheet.scale)
+        blocks = [
+            block(sheet, side, table, (*place, *own[place]), marks) if place in own else None
+            for side, table, own, marks in zip(sides, tables, spans, marked, strict=True)
+        ]
+        places.append((blocks, note))
+    one = sides[0].question if sides[0].question == sides[1].question else ""
+    said = [(label, facts(side, ask=not one)) for label, side in zip(labels, sides, strict=True)]
+    head = templates().compare_head(title, said, one)
+    key = '<span class="t d">line above</span>: differs'
+    view = sheet.close(templates().compare(labels, places), head=head, key=key)
     return part(view, script=True, kind="wide", label=title or " and ".join(labels))
 
 
-def _spans(table: TokenTable) -> Spans:
-    return {(segment, turn): (a, b) for segment, turn, a, b in table.blocks()}
-
-
-def _mark(
-    tables: list[TokenTable], spans: list[tuple[int, int]], scale: Scale, marked: tuple[set[int], set[int]]
-) -> str:
-    """Put the differing tokens of one turn into ``marked``; returns the sentence under the pair."""
+def _differing(tables: list[TokenTable], spans: list[tuple[int, int]], scale: Scale) -> tuple[set[int], set[int], str]:
+    """The differing tokens of one turn, left and right, and the sentence under the pair."""
     (a, b), (c, d) = spans
     ids = tables[0].ids[a:b], tables[1].ids[c:d]
     if not any(ids):
-        return "no tokens"
+        return set(), set(), "no tokens"
     if ids[0] != ids[1]:
         found = [o for o in SequenceMatcher(None, *ids, autojunk=False).get_opcodes() if o[0] != "equal"]
-        for _, i, j, k, m in found:
-            marked[0].update(range(a + i, a + j))
-            marked[1].update(range(c + k, c + m))
-        sizes = (sum(o[2] - o[1] for o in found), sum(o[4] - o[3] for o in found))
-        return f"different tokens: {sizes[0]} of {b - a} and {sizes[1]} of {d - c}"
-    numbers = [t.quantities.get(scale.name, [None] * len(t)) for t in tables]
-    pairs = [(numbers[0][a + i], numbers[1][c + i]) for i in range(b - a)]
+        left = {a + i for _, start, end, _, _ in found for i in range(start, end)}
+        right = {c + i for _, _, _, start, end in found for i in range(start, end)}
+        return left, right, f"different tokens: {len(left)} of {b - a} and {len(right)} of {d - c}"
+    pairs = [(tables[0].value(scale.name, a + i), tables[1].value(scale.name, c + i)) for i in range(b - a)]
     differ = [i for i, (x, y) in enumerate(pairs) if _notable(x, y, scale.span)]
-    marked[0].update(a + i for i in differ)
-    marked[1].update(c + i for i in differ)
     signs = sum(x is not None and y is not None and x * y < 0 for x, y in pairs)
     flips = f", {signs} in sign" if signs else ""
-    return f"same tokens; {esc(scale.label)} differs on {len(differ)} of {b - a}{flips}" if differ else "the same"
+    note = f"same tokens; {scale.label} differs on {len(differ)} of {b - a}{flips}" if differ else "the same"
+    return {a + i for i in differ}, {c + i for i in differ}, note
 
 
 def _notable(x: float | None, y: float | None, span: float) -> bool:

@@ -10,31 +10,29 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from agentr1_lite.settings import ConfigError, allowed, checked, value_type
-from agentr1_lite.views.theme import Html, esc, part, show
+from agentr1_lite.views.theme import Html, esc, part, show, templates
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
-WIDEST = 400  # whole numbers up to here get a slider, larger ones a box
+WIDEST = {int: 400, float: 10}  # a range up to here gets a slider, a wider one a box for text
 
 
 @dataclass
 class Knob:
-    """One control. ``bounds`` (low, high, step) makes a slider where ``slide``, a box otherwise."""
+    """One control: a slider where there are ``bounds`` (low, high, step), a list of ``choices``, or a box for text."""
 
     label: str
     value: Any
-    kind: type
     bounds: tuple[Any, Any, Any] | None = None
     choices: tuple = ()
     optional: bool = False
     unit: str = ""
     help: str = ""
     edit: str = ""
-    slide: bool = True
     read: Callable[[Any], Any] = lambda value: value
 
     def accepted(self, value: Any) -> Any:
@@ -42,17 +40,30 @@ class Knob:
         value = self.read(value)
         if self.choices:
             fits, wanted = value in self.choices, f"one of {', '.join(map(str, self.choices))}"
-        elif self.kind is bool:
-            fits, wanted = isinstance(value, bool), "True or False"
         elif self.bounds is None or value is None and self.optional:
             return value
         else:
             low, high, _ = self.bounds
-            fits = isinstance(value, Integral if self.kind is int else Real) and low <= value <= high
-            wanted = f"a {'whole ' if self.kind is int else ''}number from {low:.10g} to {high:.10g}"
+            whole = all(isinstance(x, Integral) for x in self.bounds)
+            fits = isinstance(value, Integral if whole else Real) and low <= value <= high
+            wanted = f"a {'whole ' if whole else ''}number from {low:.10g} to {high:.10g}"
         if not fits:
             raise ValueError(f"{self.label} is {value!r:.60}; expected {wanted}")
         return value
+
+    @property
+    def stops(self) -> list[Any]:
+        """What the slider of a number that may be None offers: "none", then low, low + step, …"""
+        low, high, step = self.bounds
+        return ["none", *(low + i * step for i in range(int((high - low) / step + 1e-9) + 1))]
+
+    @property
+    def held(self) -> Any:
+        """The value as its widget holds it: a box holds text, an optional number's slider the nearest of its stops."""
+        if self.bounds and self.optional:
+            none, *numbers = self.stops
+            return none if self.value is None else min(numbers, key=lambda stop: abs(stop - self.value))
+        return self.value if self.choices or self.bounds else str(self.value)
 
 
 class Panel:
@@ -63,15 +74,10 @@ class Panel:
     """
 
     def __init__(
-        self,
-        knobs: Mapping[str, Knob],
-        draw: Callable[[dict[str, Any]], Any],
-        *,
-        title: str = "",
-        static: bool = False,
+        self, knobs: Mapping[str, Knob], draw: Callable[[dict[str, Any]], Any], *, title: str = "", static: bool = False
     ) -> None:
         self.knobs, self.title = dict(knobs), title
-        self.static = static or importlib.util.find_spec("ipywidgets") is None
+        self.static = static or not widgets_work()
         self._draw, self._handles, self._widgets, self._setting = draw, [], {}, False
         self.picture = self._render()
 
@@ -88,18 +94,16 @@ class Panel:
             raise ValueError(f"the panel has no control {name!r}; it has {', '.join(self.knobs)}")
         if self._setting:  # a widget reports what it was just given
             return
-        knob, widget = self.knobs[name], self._widgets.get(name)
+        knob = self.knobs[name]
         try:
             knob.value = knob.accepted(value)
             self.picture = self._render()
         except ValueError as error:
             self.picture = _not_drawn(error)
-        if widget is not None:
+        if name in self._widgets:
             self._setting = True
-            try:
-                widget.value = _held(knob)
-            finally:
-                self._setting = False
+            self._widgets[name].value = knob.held
+            self._setting = False
         for handle in self._handles:
             handle.update(self.picture)
 
@@ -118,17 +122,7 @@ class Panel:
 
     def note(self) -> str:
         """The values as text, for pages without widgets."""
-        head = f"<h4>{esc(self.title)}</h4>" if self.title else ""
-        values = ", ".join(f"{esc(k.label)} = {esc(k.value)}{' ' + esc(k.unit) if k.unit else ''}" for k in self._all())
-        edits = " or ".join(f"<code>{esc(knob.edit)}</code>" for knob in self._all()[:2])
-        more = " …" if len(self.knobs) > 2 else ""
-        return part(
-            f'{head}<p class="note">Drawn with {values}. Run the cell to move the controls, '
-            f"or edit {edits}{more} in it and run it again.</p>"
-        )
-
-    def _all(self) -> list[Knob]:
-        return list(self.knobs.values())
+        return part(templates().drawn(self.title, list(self.knobs.values())))
 
     def _repr_html_(self) -> str:
         return self.html
@@ -136,11 +130,7 @@ class Panel:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        data = {"text/html": self.note(), "text/plain": repr(self)}
-        if not self.static:
-            found = self._box()._repr_mimebundle_()
-            data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
-        display(data, raw=True)
+        display(bundle(self, self.note(), None if self.static else self._box()), raw=True)
         self._handles = [display(self.picture, display_id=True)]  # a cell run again replaces the former picture
 
     def __repr__(self) -> str:
@@ -151,12 +141,24 @@ class Panel:
 
         rows = [w.HTML(f"<b>{esc(self.title)}</b>")] if self.title else []
         for name, knob in self.knobs.items():
-            widget, shown = _widget(knob)
-            self._widgets[name] = widget
+            widget = self._widgets[name] = _widget(knob)
             widget.observe(lambda change, name=name: self.set(name, change["new"]), names="value")
-            text = f"{esc(knob.unit)}{' · ' if knob.unit and knob.help else ''}{esc(knob.help)}"
-            rows.append(w.HBox([shown, w.HTML(f'<span style="opacity:.7;font-size:12px">{text}</span>')]))
+            text = " · ".join(filter(None, (esc(knob.unit), esc(knob.help))))
+            rows.append(w.HBox([widget, w.HTML(f'<span style="opacity:.7;font-size:12px">{text}</span>')]))
         return w.VBox(rows)
+
+
+def widgets_work() -> bool:
+    return importlib.util.find_spec("ipywidgets") is not None
+
+
+def bundle(thing: Any, page: str, widget: Any = None) -> dict[str, Any]:
+    """What a notebook stores of ``thing``: the widget where there is one, and ``page`` for readers without a kernel."""
+    data = {"text/html": page, "text/plain": repr(thing)}
+    if widget is not None:
+        found = widget._repr_mimebundle_()
+        data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
+    return data
 
 
 def _not_drawn(error: Exception) -> Html:
@@ -164,71 +166,21 @@ def _not_drawn(error: Exception) -> Html:
     return show(part(f'<p class="bad">Not drawn: {esc(said)}</p>'))
 
 
-def _held(knob: Knob) -> Any:
-    """The value as its widget holds it: a text box holds text."""
-    boxed = not knob.choices and knob.kind is not bool and (knob.kind is str or knob.bounds is None)
-    return str(knob.value) if boxed else knob.value
-
-
-class _Optional:
-    """A number that a tick box switches off; ``value`` is None then."""
-
-    def __init__(self, inner: Any, on: bool) -> None:
-        import ipywidgets as w
-
-        self.inner, self.tick = inner, w.Checkbox(on, description="on", indent=False, layout={"width": "50px"})
-        inner.disabled = not on
-
-    @property
-    def value(self) -> Any:
-        return self.inner.value if self.tick.value else None
-
-    @value.setter
-    def value(self, value: Any) -> None:
-        if value is not None:
-            self.inner.value = value
-        self.tick.value = value is not None
-
-    def observe(self, call: Callable[[dict], None], names: str) -> None:
-        def changed(_: Any) -> None:
-            self.inner.disabled = not self.tick.value
-            call({"new": self.value})
-
-        for widget in (self.inner, self.tick):
-            widget.observe(changed, names)
-
-
-def _widget(knob: Knob) -> tuple[Any, Any]:
-    """The widget that holds the value, and what is shown of it."""
+def _widget(knob: Knob) -> Any:
     import ipywidgets as w
 
-    look = {
-        "description": knob.label,
-        "style": {"description_width": "140px"},
-        "layout": {"width": "400px"},
-    }
-    if knob.choices:
-        made = w.Dropdown(options=knob.choices, value=knob.value, **look)
-    elif knob.kind is bool:
-        made = w.Checkbox(bool(knob.value), indent=True, **look)
-    elif knob.kind is str or knob.bounds is None:
-        made = w.Text(_held(knob), continuous_update=False, **look)
+    if knob.bounds and knob.optional:
+        names = [stop if isinstance(stop, str) else f"{stop:.6g}" for stop in knob.stops]
+        made = w.SelectionSlider(options=list(zip(names, knob.stops, strict=True)), value=knob.held)
     else:
-        low, high, step = knob.bounds
-        whole = knob.kind is int
-        cls = {
-            (True, True): w.IntSlider,
-            (True, False): w.FloatSlider,
-            (False, True): w.BoundedIntText,
-            (False, False): w.BoundedFloatText,
-        }[knob.slide, whole]
-        extra = {"readout_format": "d" if whole else ".3g"} if knob.slide else {}
-        start = low if knob.value is None else knob.value
-        made = cls(start, min=low, max=high, step=step, **extra, **look)
-        if knob.optional:
-            pair = _Optional(made, knob.value is not None)
-            return pair, w.HBox([made, pair.tick])
-    return made, made
+        given = knob.value if isinstance(knob.value, bool) else list(knob.choices) or knob.bounds or knob.held
+        made = w.interactive.widget_from_abbrev(given, knob.held)
+    made.description, made.style.description_width, made.layout.width = knob.label, "140px", "400px"
+    if isinstance(made, w.Text):
+        made.continuous_update = False
+    elif isinstance(made, w.FloatSlider):
+        made.readout_format = ".3g"
+    return made
 
 
 def panel(
@@ -250,8 +202,8 @@ def panel(
         names: which settings; a mapping narrows the bounds: ``{"training.lr": (1e-5, 1e-3, 1e-5)}``.
         variable: what the config is called in the cell, for the line that says what to edit.
     """
-    names = [names] if isinstance(names, str) else names
-    knobs = {name: _knob(config, name, names.get(name) if isinstance(names, Mapping) else None) for name in names}
+    narrowed = names if isinstance(names, Mapping) else dict.fromkeys([names] if isinstance(names, str) else names)
+    knobs = {name: _knob(config, name, bounds) for name, bounds in narrowed.items()}
     for name, knob in knobs.items():
         knob.edit = f"{variable}.{name} = {knob.value!r}"
 
@@ -268,7 +220,7 @@ def _field(config: Any, name: str) -> tuple[Any, Any]:
     *sections, last = name.split(".")
     for section in sections:
         config = getattr(config, section, None)
-    found = [item for item in fields(config) if item.name == last] if hasattr(config, "__dataclass_fields__") else []
+    found = [item for item in fields(config) if item.name == last] if is_dataclass(config) else []
     if not found or "help" not in found[0].metadata:
         raise ConfigError(f"{name!r} is not a setting of the config; name them as in 'training.gamma'")
     return config, found[0]
@@ -277,27 +229,22 @@ def _field(config: Any, name: str) -> tuple[Any, Any]:
 def _knob(config: Any, name: str, bounds: tuple | None) -> Knob:
     section, item = _field(config, name)
     kind, optional = value_type(section, item.name)
-    low, high, choices, unit = (item.metadata[key] for key in ("min", "max", "choices", "unit"))
+    low, high, help = (item.metadata[key] for key in ("min", "max", "help"))
     if kind is dict:
         raise ConfigError(f"{name} is a mapping; a panel has no control for it")
-    if choices and optional:
-        choices = (*choices, None)
     if bounds is not None:
         inside = _is_range(bounds) and (low is None or low <= bounds[0] and bounds[1] <= high)
         if kind not in (int, float) or not inside:
             wanted = f"(low, high, step) of {allowed(section, item)}"
             raise ConfigError(f"{name}: the bounds {bounds!r:.60} are not {wanted}")
-        slide = True
-    elif low is not None:
-        bounds = (low, high, 1 if kind is int else (high - low) / 100)
-        # a bound that only says what is allowed at all is no range to slide over
-        slide = high - low <= (WIDEST if kind is int else 10)
-        bounds = bounds if slide or kind is int else (low, high, 0.01)
-    else:
-        slide = True
-    label = item.name.replace("_", " ")
-    said = f"{item.metadata['help']} ({allowed(section, item)})" if not slide else item.metadata["help"]
-    made = Knob(label, None, kind, bounds, choices, optional, unit, said, slide=slide)
+        bounds = tuple(kind(x) for x in bounds)
+    elif low is not None and high - low <= WIDEST[kind]:
+        bounds = (kind(low), kind(high), 1 if kind is int else (high - low) / 100)
+    elif low is not None:  # what is allowed at all is no range to slide over
+        help = f"{help} ({allowed(section, item)})"
+    choices = (True, False) if kind is bool else item.metadata["choices"]
+    choices += (None,) if choices and optional else ()
+    made = Knob(item.name.replace("_", " "), None, bounds, choices, optional, item.metadata["unit"], help)
     made.read = lambda value: checked(section, item, value, name)
     try:
         made.value = made.accepted(getattr(section, item.name))
@@ -319,17 +266,16 @@ def sliders(draw: Callable[..., Any], *, title: str = "", static: bool = False, 
     """
     made = {}
     for name, given in knobs.items():
-        label = name.replace("_", " ")
         if isinstance(given, bool):
-            made[name] = Knob(label, given, bool)
+            value, bounds, choices = given, None, (True, False)
         elif isinstance(given, list) and given and all(isinstance(x, (str, int, float)) for x in given):
-            made[name] = Knob(label, given[0], type(given[0]), choices=tuple(given))
+            value, bounds, choices = given[0], None, tuple(given)
         elif isinstance(given, tuple) and len(given) == 4 and _is_range(given) and given[0] <= given[3] <= given[1]:
-            kind = int if all(isinstance(x, Integral) for x in given) else float
-            made[name] = Knob(label, given[3], kind, given[:3])
+            whole = all(isinstance(x, Integral) for x in given)
+            value, bounds, choices = given[3], given[:3] if whole else tuple(map(float, given[:3])), ()
         else:
             raise ValueError(
                 f"sliders: {name}={given!r:.80} is not (min, max, step, value), a list of choices, True or False"
             )
-        made[name].edit = f"{name}={given!r}"
+        made[name] = Knob(name.replace("_", " "), value, bounds, choices, edit=f"{name}={given!r}")
     return Panel(made, lambda values: draw(**values), title=title, static=static)

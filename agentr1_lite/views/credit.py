@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentr1_lite.mdp import Trajectory, TurnKind
-from agentr1_lite.views.theme import esc, part
-from agentr1_lite.views.tokens import TokenTable, as_trajectory, flat, is_finite, runs, token_table
-from agentr1_lite.views.trajectory import Scale, Sheet, facts, heading, number
+from agentr1_lite.mdp import Trajectory
+from agentr1_lite.views.reading import as_trajectory
+from agentr1_lite.views.theme import Html, part, templates
+from agentr1_lite.views.tokens import TokenTable, numbers, runs, token_table
+from agentr1_lite.views.trajectory import Scale, Sheet, facts, turn_kind
 
 ROWS = ("reward", "return", "advantage", "loss")
 SHOWN = 60  # characters of what the world wrote
@@ -62,30 +63,20 @@ def credit(
     mask = batch.action_mask
 
     def rows(given: Any, what: str) -> torch.Tensor:
-        """Flat lists, one a trajectory, as (B, T)."""
-        whole = len(group) == 1 or not hasattr(given, "__len__") or getattr(given, "ndim", 1) == 0
-        lists = [flat(x) for x in ([given] if whole else given)]
-        if None in lists:
-            raise ValueError(f"credit: {what} is {given!r:.60}; give a list of one number a token for each trajectory")
+        """Flat lists, one a trajectory, as (B, T); 0 off the mask."""
+        lists = [given] if len(group) == 1 else given
+        if not hasattr(lists, "__len__") or getattr(lists, "ndim", 1) == 0 or len(lists) != len(group):
+            raise ValueError(f"credit: {what} is {given!r:.60}; give a list of numbers for each trajectory")
         out = torch.zeros(mask.shape)
-        sizes = [t.num_tokens for t in group]
-        if [len(x) for x in lists] != sizes:
-            raise ValueError(f"credit: {what} has {[len(x) for x in lists]} numbers for trajectories of {sizes} tokens")
-        numbers = iter(x for part in lists for x in part)
-        for row, length in enumerate(batch.lengths.tolist()):
-            for t, acted in enumerate(mask[row, :length].tolist()):
-                x = next(numbers)
-                if acted and not is_finite(x):
-                    raise ValueError(f"credit: {what} is {x!r:.60} on sampled token {t}; give a finite number")
-                out[row, t] = x if acted else 0.0
+        sampled = []
+        for t, own in zip(group, lists, strict=True):
+            acted = [m for s in t.segments for m in s.action_mask]
+            sampled += [x for x in numbers(what, own, t.num_tokens, "credit", acted) if x is not None]
+        out[mask] = torch.tensor(sampled)
         return out
 
-    inputs: dict[str, Any] = {
-        "group_ids": batch.group_ids,
-        "turn_ids": batch.turn_ids,
-        "anchor_ids": batch.anchor_ids,
-        "trajectory_index": batch.trajectory_index,
-    } | options
+    places = ("group_ids", "turn_ids", "anchor_ids", "trajectory_index")
+    inputs: dict[str, Any] = {place: getattr(batch, place) for place in places} | options
     found = {"reward": batch.rewards}
     if values is not None:
         found["value"] = inputs["values"] = rows(values, "values")
@@ -93,18 +84,17 @@ def credit(
     found["return"] = to_go.returns
     found["advantage"] = estimate(name, batch.rewards, mask, gamma=gamma, lam=lam, **inputs).advantages
     now = on_mask(batch.old_logprobs, mask, "logprobs") if logprobs is None else rows(logprobs, "logprobs")
-    terms: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_cap": None}
-    terms |= next((preset for key, preset in PRESETS.items() if fold(key) == fold(name)), {})
-    terms |= {} if clip is None else {"clip_low": clip, "clip_high": clip}
-    kind = kind or terms.pop("kind", "ppo")
-    aggregation = aggregation or terms.pop("aggregation", "token-mean")
-    if kind not in KINDS:
-        raise ValueError(f"credit: kind is {kind!r}; choose one of {', '.join(KINDS)}")
-    ratio = policy_ratio(now, batch.old_logprobs, mask, terms.pop("ratio", "token"))
-    limits = {key: terms[key] for key in ("clip_low", "clip_high", "dual_clip", "ratio_cap")}
-    losses = KINDS[kind](ratio, now, found["advantage"], **limits)[0]
+    bounds = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "ratio_cap": None}
+    loss: dict[str, Any] = {"kind": "ppo", "aggregation": "token-mean", "ratio": "token", **bounds}
+    loss |= next((preset for key, preset in PRESETS.items() if fold(key) == fold(name)), {})
+    given = {"kind": kind, "aggregation": aggregation, "clip_low": clip, "clip_high": clip}
+    loss |= {key: value for key, value in given.items() if value is not None}
+    if loss["kind"] not in KINDS:
+        raise ValueError(f"credit: kind is {loss['kind']!r}; choose one of {', '.join(KINDS)}")
+    ratio = policy_ratio(now, batch.old_logprobs, mask, loss["ratio"])
+    losses = KINDS[loss["kind"]](ratio, now, found["advantage"], **{key: loss[key] for key in bounds})[0]
     weights = torch.zeros(mask.shape, requires_grad=True)  # an aggregation is linear: its gradient is its weights
-    aggregate(weights, mask, aggregation).backward()
+    aggregate(weights, mask, loss["aggregation"]).backward()
     found["loss"] = losses * weights.grad
     if logprobs is not None:
         found["ratio"] = torch.where(mask, ratio, 1.0)
@@ -120,7 +110,7 @@ def credit_html(
     *,
     rows: Sequence[str] = ROWS,
     title: str = "",
-) -> str:
+) -> Html:
     """Bars under every sampled token, a row for each of ``rows`` that ``quantities`` holds.
 
     A bar above the line is positive, one below it, striped, negative; every row has its own scale, beside its name.
@@ -133,36 +123,24 @@ def credit_html(
         raise ValueError(f"credit_html: none of the rows is among {', '.join(table.quantities)}; see `credit`")
     sheet = Sheet([table], "advantage" if "advantage" in rows else rows[0])
     scales = [sheet.scales[name] for name in rows]
-    names = "".join(f"<b>{esc(s.label)} <small>±{number(s.span)}</small></b>" for s in scales)
-    blocks: list[str] = []
+    blocks = []
     for _, index, start, end in table.blocks():
         spans = runs([table.source[t] == "action" for t in range(start, end)])
         parts = [_columns(sheet, table, start + a, start + b, scales) for a, b in spans]
-        if not parts:
-            parts = [f'<p class="note">no token was sampled: {esc(trajectory.turns[index].text)}</p>']
-        what = "Prompt" if index < 0 else f"Turn {index + 1}"
-        kind = "" if index < 0 else TurnKind(trajectory.turns[index].kind).value.replace("_", " ")
-        keys = f'<div class="col names"><i></i>{names}</div>' if index >= 0 else "<span></span>"
+        turn = trajectory.turns[index] if index >= 0 else None
         blocks.append(
-            f'<details class="turn" open><summary><b>{what}</b> <span class="note">{kind}</span></summary>'
-            f'<div class="columns">{keys}<div class="cols">{"".join(parts)}</div></div></details>'
+            ("Prompt", "", "", parts) if turn is None else (f"Turn {index + 1}", turn_kind(turn), turn.text, parts)
         )
-    head = heading(title) + facts(trajectory)
-    return part(sheet.close("".join(blocks), head=head), script=True, label=title or "Credit along a trajectory")
+    head = templates().heading(title) + facts(trajectory)
+    body = sheet.close(templates().credit(scales, blocks), head=head)
+    return part(body, script=True, label=title or "Credit along a trajectory")
 
 
-def _columns(sheet: Sheet, table: TokenTable, start: int, end: int, scales: Sequence[Scale]) -> str:
-    """Sampled tokens with their bars, or one box for tokens that were fed."""
+def _columns(sheet: Sheet, table: TokenTable, start: int, end: int, scales: Sequence[Scale]) -> tuple[list, str, int]:
+    """Sampled tokens with their bars, or the words of tokens that were fed, and how many tokens there are."""
     if table.source[start] != "action":
-        text = "".join(table.pieces[start:end])
-        words = " ".join(text.split())
-        shown = words if len(words) <= SHOWN else words[: SHOWN - 1] + "…"
-        return f'<span class="gap"><bdi>{esc(shown)}</bdi><br>{end - start} tokens fed: no loss</span>'
-    out = []
-    for t in range(start, end):
-        bars = []
-        for scale in scales:
-            kind, strength = scale.look(table.quantities[scale.name][t])
-            bars.append(f'<b class="{kind}" style="--m:{strength:.2f}"></b>' if kind else "<b></b>")
-        out.append(f'<span class="col">{sheet.tokens(table, t, t + 1)}{"".join(bars)}</span>')
-    return "".join(out)
+        words = " ".join("".join(table.pieces[start:end]).split())
+        return [], words if len(words) <= SHOWN else words[: SHOWN - 1] + "…", end - start
+    tokens = sheet.tokens(table, start, end)
+    bars = [[scale.look(table.value(scale.name, t)) for scale in scales] for t in range(start, end)]
+    return list(zip(tokens, bars, strict=True)), "", end - start

@@ -7,11 +7,9 @@ from typing import Any
 
 from agentr1_lite.mdp import Trajectory
 from agentr1_lite.views.credit import credit
-from agentr1_lite.views.theme import esc, part
+from agentr1_lite.views.theme import Html, number, part, templates
 from agentr1_lite.views.tokens import flat, is_finite
-from agentr1_lite.views.trajectory import asked, heading, number, view_html
-
-_TITLES = ("rollout", "answer", "turns", "tokens", "stop reason", "reward", "advantage")
+from agentr1_lite.views.trajectory import view_html
 
 
 def group_html(
@@ -24,7 +22,7 @@ def group_html(
     color_by: str = "advantage",
     title: str = "",
     viewers: bool = True,
-) -> str:
+) -> Html:
     """One row a rollout; opening a row shows its trajectory.
 
     Args:
@@ -38,30 +36,21 @@ def group_html(
     for what, given in (("advantages", advantages), ("quantities", quantities)):
         if given is not None and len(given) != len(group):
             raise ValueError(f"group_html: {len(given)} {what} for {len(group)} trajectories; give one each")
-    by = f"by {esc(name)}" if advantages is None and quantities is None else "as given"
+    by = f"by {name}" if advantages is None and quantities is None else "as given"
     if quantities is None:
         quantities = [credit(t, name, group) for t in group]
     if advantages is None:
         advantages = [_of_rollout(t, q) for t, q in zip(group, quantities, strict=True)]
     from agentr1_lite.credit import zero_variance_share
 
-    span = max((abs(a) for a in advantages), default=0.0) or 1.0
-    rows = []
-    for i, (t, a, q) in enumerate(zip(group, advantages, quantities, strict=True)):
-        inside = view_html(t, color_by, tokenizer, q) if viewers else ""
-        cells = "".join(f'<span class="c{n}">{cell}</span>' for n, cell in enumerate(_cells(i, t, a, span)))
-        rows.append(f'<details class="roll"><summary>{cells}</summary>{inside}</details>')
+    viewed = [view_html(t, color_by, tokenizer, q) if viewers else "" for t, q in zip(group, quantities, strict=True)]
     rewards = [t.total_reward for t in group]
     mean = sum(rewards) / len(rewards)
     same = "all earned the same" if zero_variance_share(rewards, ["g"] * len(group)) else "every advantage is 0"
     note = "" if any(advantages) else f" · {same}: nothing to learn from"
-    head = (
-        f"{heading(title)}"
-        f'{asked(group[0])}<p class="note">{len(group)} rollouts · mean reward '
-        f"{number(mean)} · advantage {by}{note}</p>"
-    )
-    titles = "".join(f'<span class="c{n}">{text}</span>' for n, text in enumerate(_TITLES))
-    body = f'{head}<div class="rolls"><div class="titles">{titles}</div>{"".join(rows)}</div>'
+    said = f"{len(group)} rollouts · mean reward {number(mean)} · advantage {by}{note}"
+    span = max(map(abs, advantages)) or 1.0
+    body = templates().group(title, group[0].question, said, list(zip(group, advantages, viewed, strict=True)), span)
     return part(body, script=viewers, label=title or "Rollouts of one question")
 
 
@@ -71,22 +60,3 @@ def _of_rollout(trajectory: Trajectory, quantities: Mapping[str, Any]) -> float:
     given = flat(quantities.get("advantage", quantities.get("advantages", ()))) or ()
     found = [a for a, m in zip(given, mask, strict=False) if m and is_finite(a)]
     return sum(found) / len(found) if found else 0.0
-
-
-def _cells(index: int, t: Trajectory, advantage: float, span: float) -> tuple[str, ...]:
-    parts = "".join(f"<small>{esc(k)} {number(v)}</small> " for k, v in t.reward_parts.items())
-    steps = sum(turn.process_reward for turn in t.turns)
-    parts += f"<small>process {number(steps)}</small>" if steps else ""
-    kind = "p" if advantage > 0 else "n"
-    bar = f'<b class="{kind}" style="--m:{abs(advantage) / span:.2f}"></b>' if advantage else '<b class="o"></b>'
-    signed = f"+{number(advantage)}" if advantage > 0 else number(advantage)
-    answer = "no answer" if t.answer is None else esc(t.answer)
-    return (
-        f"#{index + 1}",
-        f"<bdi>{answer}</bdi>",
-        str(len(t.turns)),
-        f"{t.num_actions} <small>of {t.num_tokens}</small>",
-        t.stop_reason.value.replace("_", " "),
-        f"{number(t.total_reward)} {parts}",
-        f'<span class="adv">{bar}</span>{signed}',
-    )

@@ -6,9 +6,9 @@ work) and in a terminal (``python -m agentr1_lite play --by token``).
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from agentr1_lite import escape
@@ -18,7 +18,8 @@ from agentr1_lite.mdp import Action, State, Task, Trajectory, environmental_tran
 from agentr1_lite.policy import QwenPolicy
 from agentr1_lite.rollout import record_turns, start_episode
 from agentr1_lite.sampling import Sampling
-from agentr1_lite.views.theme import Html, esc, part, show
+from agentr1_lite.views.theme import Html, part, show, signed, templates
+from agentr1_lite.views.trajectory import Token
 
 HELP = (
     "a number picks that token, go lets the policy finish its turn, other text is typed, undo takes one of these back, "
@@ -63,7 +64,6 @@ class StepPlayer:
     def __init__(self, policy: QwenPolicy, env: ToolEnv, task: Task, seed: int = 0, temperature: float = 1.0) -> None:
         self.policy, self.env, self.task, self.seed = policy, env, task, seed
         self._engine = LocalEngine(policy, sampling=Sampling(temperature), stop_strings=env.stop_strings, max_rows=1)
-        self._refresh: Callable[[], None] | None = None
         self._marks: list[int] = []  # how many steps there were before each action that undo takes back
         self._begin()
 
@@ -94,46 +94,29 @@ class StepPlayer:
 
     def choose(self, token: int) -> Step:
         """Take this token as the action ``a_t``, whatever the policy thinks of it."""
-        self._mark()
-        return self._force(token)
-
-    def _force(self, token: int) -> Step:
-        self._must_go_on()
         known = self.policy.head.known
         if not hasattr(token, "__index__") or not 0 <= int(token) < len(known) or not known[int(token)]:
             raise ValueError(f"token {token!r:.60} is not in the vocabulary of {len(self.policy.tokenizer)} tokens")
-        self._engine.force(self._row, int(token))
-        return self._advance()
+        return self._take([int(token)])[0]
 
     def sample(self) -> Step:
         """Let the policy draw the next token."""
-        self._mark()
-        return self._advance()
+        return self._take([None])[0]
 
     def finish_turn(self) -> list[Step]:
         """Let the policy draw until its turn is complete."""
-        self._mark()
-        taken = [self._advance()]
-        while not taken[-1].environmental:
-            taken.append(self._advance())
-        return taken
+        return self._take(repeat(None))
 
     def type_text(self, text: str, end: bool | None = None) -> list[Step]:
         """Take the tokens of ``text`` as actions, up to where a turn completes.
 
         ``end`` adds the end of turn; None adds it where the text ends in a call's or an answer's closing tag.
         """
-        self._mark()
         end = text.rstrip().endswith(self._closings()) if end is None else end
         ids = self.policy.chat.turn_ids(text)
         if not end and self.policy.chat.turn_end_id is not None:
             ids = ids[:-1]
-        taken: list[Step] = []
-        for token in ids:
-            taken.append(self._force(token))
-            if taken[-1].environmental:
-                break
-        return taken
+        return self._take(ids)
 
     def _closings(self) -> tuple[str, ...]:
         tools = {tool.name: tool.text_parameter for tool in self.env.tools}
@@ -146,22 +129,28 @@ class StepPlayer:
         """
         end = len(self.steps)
         end = max(0, end - count) if count is not None else max((m for m in self._marks if m < end), default=0)
-        kept = [step.token for step in self.steps[:end]]
-        self._marks = [mark for mark in self._marks if mark < end]
+        kept, marks = self.steps[:end], [mark for mark in self._marks if mark < end]
         if self._row is not None:
             self._engine.close(self._row)
         self._begin()
-        for token in kept:
-            self._force(token)
+        for step in kept:
+            self._take([step.token])
+        self._marks = marks
 
-    def _mark(self) -> None:
-        self._must_go_on()
-        self._marks.append(len(self.steps))
-
-    def _must_go_on(self) -> None:
+    def _take(self, tokens: Iterable[int | None]) -> list[Step]:
+        """Take actions up to where a turn completes; where there is None, the policy draws."""
         if self.done:
             reason = self.trajectory.stop_reason.value
             raise ValueError(f"the episode is over ({reason}); take back an action with undo() or make a new player")
+        self._marks.append(len(self.steps))
+        taken: list[Step] = []
+        for token in tokens:
+            if token is not None:
+                self._engine.force(self._row, token)
+            taken.append(self._advance())
+            if taken[-1].environmental:
+                break
+        return taken
 
     def _advance(self) -> Step:
         before = dict(self._engine.top_choices(self._row, self.policy.head.vocabulary))
@@ -191,33 +180,15 @@ class StepPlayer:
 
     def html(self, k: int = 5) -> Html:
         """The episode so far, the last transition, and the choices ahead."""
-        rows = [f'<p class="ask">{esc(self.task.question)}</p>']
-        for spoken, feedback in self.state.turns:
-            rows.append(self._tokens("agent", "agent", spoken, "sa"))
-            rows += [self._tokens("reply", "world", feedback, "so")] if feedback else []
-        if self.state.partial:
-            rows.append(self._tokens("agent", "agent", self.state.partial, "sa"))
-        rows.append(f'<p style="margin:8px 0">{self._said()}</p>')
-        rows += [_bar(n, choice) for n, choice in enumerate(self.choices(k), 1)]
-        return show(part("".join(rows), label="an episode played step by step"))
+        rows = []
+        for spoken, feedback in (*self.state.turns, (self.state.partial, ())):
+            rows += [("agent", "agent", self._tokens("sa", spoken))] if spoken else []
+            rows += [("reply", "world", self._tokens("so", feedback))] if feedback else []
+        choices = [(visible(choice.text), choice.probability) for choice in self.choices(k)]
+        return show(part(templates().player(self, rows, choices), label="an episode played step by step"))
 
-    def _tokens(self, kind: str, who: str, ids: Iterable[int], color: str) -> str:
-        spans = "".join(f'<span class="t {color}">{esc(self.policy.chat.decode([i]))}</span>' for i in ids)
-        return f'<div class="row {kind}"><i>{who}</i><p>{spans}</p></div>'
-
-    def _said(self) -> str:
-        """The last transition in words."""
-        if not self.steps:
-            return f"State <b>s₀</b>: the prompt, {len(self.state.prompt)} tokens. Pick the first token."
-        step, t = self.steps[-1], len(self.steps)
-        if not step.environmental:
-            return f"<b>Generative</b> transition P_G: token {t} joins the open turn. Reward 0."
-        head = f"<b>Environmental</b> transition P_E after token {t}. Reward {signed(step.reward)}. "
-        if not step.done:
-            return f"{head}The world answered with {len(self.state.turns[-1][1])} tokens; a new turn begins."
-        golds = " or ".join(self.task.golds)
-        reason, answer = self.trajectory.stop_reason.value, self.trajectory.answer
-        return f"{head}The episode is over ({esc(reason)}): answer {esc(answer)}, right is {esc(golds)}."
+    def _tokens(self, color: str, ids: Iterable[int]) -> list[Token]:
+        return [Token(f"t {color}", self.policy.chat.decode([i])) for i in ids]
 
     def _repr_html_(self) -> str:
         return self.html().html
@@ -225,51 +196,44 @@ class StepPlayer:
     def _ipython_display_(self) -> None:
         from IPython.display import display
 
-        from agentr1_lite.views.controls import WIDGET
+        from agentr1_lite.views.controls import bundle, widgets_work
 
-        data = {"text/plain": repr(self), "text/html": show('<p class="note">Run the cell to play with buttons.</p>')}
-        if importlib.util.find_spec("ipywidgets") is not None:
-            found = self._buttons()._repr_mimebundle_()
-            data[WIDGET] = (found[0] if isinstance(found, tuple) else found)[WIDGET]
+        page = show('<p class="note">Run the cell to play with buttons.</p>')
+        below = bundle(self, page, self._buttons() if widgets_work() else None)
         self._handle = display(self.html(), display_id=True)
-        display(data, raw=True)
+        display(below, raw=True)
 
     def _buttons(self, k: int = 5) -> Any:
         import ipywidgets as w
 
         picks = [w.Button(layout={"width": "auto", "min_width": "90px"}) for _ in range(k)]
         typed = w.Text(placeholder="or type text and press Enter", continuous_update=False)
-        ahead, back = w.Button(description="Policy finishes its turn"), w.Button(description="Undo")
-        ahead.layout.width = "auto"
-        offered: list[Choice] = []
+        ahead = w.Button(description="Policy finishes its turn", layout={"width": "auto"})
+        back = w.Button(description="Undo")
 
         def refresh() -> None:
-            offered[:] = self.choices(k)
+            offered = self.choices(k)
             for n, button in enumerate(picks):
                 button.disabled = n >= len(offered)
-                button.description = f"{n + 1} · {visible(offered[n].text)}" if n < len(offered) else "–"
+                button.description = "–" if button.disabled else f"{n + 1} · {visible(offered[n].text)}"
             ahead.disabled = typed.disabled = self.done
             back.disabled = not self.steps
             if hasattr(self, "_handle"):
                 self._handle.update(self.html(k))
 
-        def after(act: Callable[[], Any]) -> Callable[[Any], None]:
-            def run(_: Any) -> None:
-                act()
-                refresh()
-
-            return run
+        def act(move: Callable[..., Any], *given: Any) -> None:
+            move(*given)
+            refresh()
 
         def send(change: dict[str, Any]) -> None:
             if change["new"]:
-                self.type_text(change["new"])
                 typed.value = ""
-                refresh()
+                act(self.type_text, change["new"])
 
         for n, button in enumerate(picks):
-            button.on_click(after(lambda n=n: self.choose(offered[n].token)))
-        ahead.on_click(after(self.finish_turn))
-        back.on_click(after(self.undo))
+            button.on_click(lambda _, n=n: act(self.choose, self.choices(k)[n].token))
+        ahead.on_click(lambda _: act(self.finish_turn))
+        back.on_click(lambda _: act(self.undo))
         typed.observe(send, names="value")
         refresh()
         return w.VBox([w.HBox(picks, layout={"flex_flow": "row wrap"}), w.HBox([typed, ahead, back])])
@@ -282,21 +246,6 @@ class StepPlayer:
 def visible(text: str) -> str:
     """A token's text with spaces and line ends to be seen."""
     return escape.visible(text).replace(" ", "·").replace("\n", "↵")
-
-
-def signed(reward: float) -> str:
-    """A reward with its sign: two digits, or as many as it has up to four."""
-    text = f"{reward:+.2f}"
-    return text if float(text) == reward else f"{reward:+.4g}"
-
-
-def _bar(number: int, choice: Choice) -> str:
-    share = f'<span style="display:inline-block;height:9px;width:{choice.probability * 200:.0f}px;min-width:1px;'
-    bar = f'{share}background:var(--ar1-blue);margin:0 8px;border-radius:2px"></span>'
-    return (
-        f'<div style="display:flex;align-items:center"><span style="width:210px">{number} '
-        f"<code>{esc(visible(choice.text))}</code></span>{bar}{choice.probability:.3f}</div>"
-    )
 
 
 def play_lines(player: StepPlayer, lines: Iterable[str], say: Callable[[str], None], k: int = 5) -> None:

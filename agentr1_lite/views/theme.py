@@ -1,8 +1,8 @@
-"""One look for every view and figure: colours for light and dark, escaping, and figures that follow the theme.
+"""One look for every view and figure: colours for light and dark, templates that escape, figures that follow the theme.
 
-Colours come after `agentr1_lite.plots.COLORS`, which people with any common colour blindness tell apart; a
-second sign (a word, a line style, a mark) always goes with them. In HTML a colour is a CSS custom property
-``--ar1-name`` on ``.ar1``, so the same saved picture is readable in a light and in a dark page.
+People with any common colour blindness tell the colours apart (after Okabe and Ito), and a second sign (a word, a
+line style, a mark) always goes with them. In HTML a colour is a CSS custom property ``--ar1-name`` on ``.ar1``, so the
+same saved picture is readable in a light and in a dark page.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from agentr1_lite import plots
 from agentr1_lite.escape import esc, visible
+
+if TYPE_CHECKING:
+    from jinja2.runtime import TemplateModule
 
 # name: (on light, on dark)
 COLORS: dict[str, tuple[str, str]] = {
@@ -26,18 +28,32 @@ COLORS: dict[str, tuple[str, str]] = {
     "paper": ("#fefdfb", "#14171c"),
     "tint": ("#f3f0e8", "#232831"),
     "bad": ("#b3261e", "#ff8a80"),
-    "blue": plots.COLORS["online"],
-    "orange": plots.COLORS["offline"],
-    "green": plots.COLORS["imitation"],
-    "purple": plots.COLORS["max_turns"],
-    "yellow": plots.COLORS["no_call"],
-    "grey": plots.COLORS["base"],
+    "blue": ("#0b66b5", "#62b4f5"),
+    "orange": ("#c4570f", "#f29a5c"),
+    "green": ("#13866a", "#4cc6a2"),
+    "purple": ("#a8508a", "#d98abf"),
+    "yellow": ("#d7a31b", "#e8c04f"),
+    "grey": ("#7b8494", "#98a3b3"),
+    "sky": ("#5fb0d8", "#9ad4ef"),
+    "sand": ("#9a8f7d", "#8d877c"),
 }
 SERIES = ("blue", "orange", "green", "purple", "yellow", "grey")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 # what matplotlib paints where nothing else was said
 _DEFAULTS = {"#000000": "ink", "#ffffff": "paper", "#cccccc": "rule", "#b0b0b0": "rule"}
+_TIP = "tip: "
+
+
+def number(x: float) -> str:
+    """Four significant digits, with a true minus sign."""
+    return f"{x:.4g}".replace("-", "−")
+
+
+def signed(reward: float) -> str:
+    """A reward with its sign: two digits, or as many as it has up to four."""
+    text = f"{reward:+.2f}"
+    return text if float(text) == reward else f"{reward:+.4g}"
 
 
 class Html(str):
@@ -60,6 +76,8 @@ class Html(str):
     def _repr_html_(self) -> str:
         return self.html
 
+    __html__ = _repr_html_  # a template takes it as it is
+
 
 @cache
 def asset(name: str) -> str:
@@ -68,35 +86,40 @@ def asset(name: str) -> str:
 
 
 @cache
+def templates() -> TemplateModule:
+    """The macros of ``views.jinja``: each takes plain values and gives HTML.
+
+    Whatever a macro writes is escaped by `esc`, unless it is HTML already.
+    """
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    def finalize(value: Any) -> Any:
+        return value if hasattr(value, "__html__") else Markup(esc(value))
+
+    options = {"trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
+    environment = Environment(autoescape=True, finalize=finalize, **options)
+    environment.filters |= {"number": number, "signed": signed}
+    return environment.from_string(asset("views.jinja")).module
+
+
+@cache
 def style() -> str:
     """A ``<style>`` element: the palette and the rules of every view, all of it inside ``.ar1``."""
     light, dark = ("".join(f"--ar1-{name}:{pair[mode]};" for name, pair in COLORS.items()) for mode in (0, 1))
-    hosts = (
-        (".ar1", light),
-        ("@media (prefers-color-scheme:dark){.ar1", dark + "}"),
-        ('[data-jp-theme-light="true"] .ar1,body.vscode-light .ar1,html[theme=light] .ar1', light),
-        (
-            '[data-jp-theme-light="false"] .ar1,body.vscode-dark .ar1,body.vscode-high-contrast .ar1,'
-            "html[theme=dark] .ar1",
-            dark,
-        ),
-        ("@media print{.ar1.ar1.ar1", light + "}"),
-    )
-    palette = "".join(f"{where}{{{colors}}}" for where, colors in hosts)
-    return f"<style>{palette}{asset('views.css')}</style>"
+    return templates().style(light, dark, Html(asset("views.css")))
 
 
-def part(body: str, *, kind: str = "", script: bool = False, label: str = "", id: str | None = None) -> str:
+def part(body: str, *, kind: str = "", script: bool = False, label: str = "", id: str | None = None) -> Html:
     """A self-contained piece of a page around ``body``: style, and the viewer's script where it is wanted.
 
     ``kind`` names further CSS classes, ``label`` (plain text) is what a screen reader announces.
     """
-    spoken = f' role="group" aria-label="{esc(label)}"' if label else ""
-    code = f"<script>{asset('views.js')}</script>" if script else ""
-    named = f' id="{esc(id)}"' if id else ""
-    # JupyterLab would take the arrow keys for its own commands
-    head = f'<div class="{f"ar1 {kind}".strip()}"{spoken}{named} data-lm-suppress-shortcuts="true">'
-    return f"{head}{style()}{body}{code}</div>"
+    code = Html(asset("views.js")) if script else ""
+    return Html(templates().part(style(), Html(body), code, kind, label, id), label)
+
+
+# Figures
 
 
 def series(i: int) -> str:
@@ -110,21 +133,39 @@ def line(i: int, marker: bool = False) -> dict[str, Any]:
     return {"color": series(i), "linestyle": LINES[n], **({"marker": MARKERS[n]} if marker else {})}
 
 
+def tip(artist: Any, text: str) -> None:
+    """Say ``text`` where the pointer rests on a part of a figure."""
+    artist.set_gid(_TIP + visible(text))
+
+
 def _rc() -> dict[str, Any]:
     from cycler import cycler
 
     ink, muted, rule = (COLORS[name][0] for name in ("ink", "muted", "rule"))
-    return plots.THEME | {
+    return {
+        "font.family": "DejaVu Sans",
+        "font.size": 10,
         "text.color": ink,
-        "axes.titlecolor": ink,
         "axes.labelcolor": muted,
         "axes.edgecolor": rule,
         "axes.facecolor": "none",
         "figure.facecolor": "none",
         "savefig.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.color": rule,
+        "grid.linewidth": 0.9,
+        "axes.titlecolor": ink,
+        "axes.titlesize": 11.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlepad": 12,
         "xtick.color": muted,
         "ytick.color": muted,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
         "lines.linewidth": 2.0,
         "legend.frameon": False,
         "axes.prop_cycle": cycler(color=[series(i) for i in range(6)]) + cycler(linestyle=LINES),
@@ -154,16 +195,15 @@ def show(what: Any, *, alt: str = "") -> Html:
     A matplotlib figure becomes inline SVG on a transparent ground whose colours are the theme's, and is closed;
     ``alt`` describes it for those who cannot see it. HTML without a view's frame gets one.
     """
-    if isinstance(what, Html):
-        return what
     if isinstance(what, str):
-        return Html(what if what.startswith('<div class="ar1') else part(what, label=alt), alt)
+        framed = isinstance(what, Html) or what.startswith('<div class="ar1')
+        return Html(what if framed else part(what, label=alt), alt or getattr(what, "alt", ""))
     if not hasattr(what, "savefig"):
         raise ValueError(f"show got {type(what).__name__}; give a matplotlib figure or a string of HTML")
     return Html(part(figure_svg(what, alt)), alt)
 
 
-def figure_svg(fig: Any, alt: str = "") -> str:
+def figure_svg(fig: Any, alt: str = "") -> Html:
     """The figure as an ``<svg>`` element, the same bytes for the same figure; closes the figure."""
     import matplotlib
 
@@ -175,15 +215,15 @@ def figure_svg(fig: Any, alt: str = "") -> str:
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)  # inside HTML nobody asks
     svg = re.sub(r"'DejaVu Sans'(, *('[^']*'|[\w -]+))*", "'DejaVu Sans', Verdana, sans-serif", svg)
+    svg = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", svg)
     names = {pair[0]: name for name, pair in COLORS.items()} | _DEFAULTS
     svg = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--ar1-{names[m[0]]})" if m[0] in names else m[0], svg, flags=re.I)
     # several figures share a page: their ids must not meet
     salt = hashlib.sha1(svg.encode()).hexdigest()[:6]
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>f{salt}-", svg)
-    size = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', svg)
-    width = float(size[1]) * 4 / 3 if size else 700  # points to CSS pixels
+    width = fig.get_figwidth() * 96  # CSS pixels
     head = f'<svg class="fig" role="img" aria-label="{esc(alt)}" style="max-width:{width:.0f}px"'
-    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
-    return visible(re.sub(r"\n\s*", "\n", svg.replace("<svg", head, 1)).strip())
+    svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2).replace("<svg", head, 1)
+    return Html(visible(re.sub(r"\n\s*", "\n", svg).strip()), alt)

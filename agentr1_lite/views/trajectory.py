@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from agentr1_lite.escape import visible
 from agentr1_lite.mdp import Trajectory, Turn, TurnKind
-from agentr1_lite.views.theme import Html, esc, part
-from agentr1_lite.views.tokens import ALIASES, BYTES, SOURCES, TokenTable, as_trajectory, runs, token_table
+from agentr1_lite.views.reading import BYTES, as_trajectory
+from agentr1_lite.views.theme import Html, part, templates
+from agentr1_lite.views.tokens import ALIASES, SOURCES, Place, TokenTable, runs, token_table
 
 OF_THE_ANSWER = {"em", "f1", "cover_em"}  # reward parts that compare an answer with the right ones
 
@@ -59,8 +60,7 @@ class Scale(NamedTuple):
     kind: str
     centre: float
     span: float
-    low: float
-    high: float
+    negative: bool
 
     @classmethod
     def of(cls, name: str, values: Collection[float]) -> Scale:
@@ -68,7 +68,7 @@ class Scale(NamedTuple):
         low, high = min(values, default=0.0), max(values, default=0.0)
         kind = q.kind or ("signed" if low < 0 else "size")
         span = max(abs(low - q.centre), abs(high - q.centre), q.floor) or 1.0
-        return cls(name, q.label, q.unit, kind, q.centre, span, low, high)
+        return cls(name, q.label, q.unit, kind, q.centre, span, low < 0)
 
     def look(self, value: float | None) -> tuple[str, float]:
         """CSS class (p positive, n negative, z size, none) and strength in [0, 1]."""
@@ -79,27 +79,37 @@ class Scale(NamedTuple):
 
     def legend(self) -> str:
         """The scale as HTML: a bar with its ends, and how signs are marked."""
-        unit = f" {self.unit}" if self.unit else ""
-        if self.kind == "source":
-            keys = "".join(f'<span class="t s{name[0]}">{name}</span> ' for name in SOURCES)
-            return f"who wrote the token: {keys}"
-        if self.name.endswith("mask"):
-            return '<span class="t z" style="--m:1">1</span> in the mask, <span class="t">0</span> outside it'
-        if self.kind == "size":
-            negative = self.low < 0
-            end = -self.span if negative else self.span
-            says = " (likely) … unlikely" if negative else ""
-            return f'0{says}<i class="bar size"></i>{number(end)}{unit}'
-        low, high = self.centre - self.span, self.centre + self.span
-        return (
-            f'{number(low)}<i class="bar signed"></i>{number(high)}{unit}, {number(self.centre)} in the middle; '
-            '<span class="t n" style="--m:.7">below: dotted</span> <span class="t p" style="--m:.7">above: solid</span>'
-        )
+        return templates().legend(self, SOURCES)
 
 
-def number(x: float) -> str:
-    """Four significant digits, with a true minus sign."""
-    return f"{x:.4g}".replace("-", "−")
+class Token(NamedTuple):
+    """A token as it is drawn: CSS classes, strength of its colour, text."""
+
+    kind: str
+    text: str
+    strength: float = 0.0
+
+
+class Row(NamedTuple):
+    """What one side wrote in a turn, as tokens or as plain text, with a word in the margin."""
+
+    kind: str
+    label: str
+    tokens: Sequence[Token] = ()
+    text: str = ""
+
+
+class Block(NamedTuple):
+    """A turn with the reply to it, or a segment's prompt: what folds in a view."""
+
+    name: str
+    note: str
+    rows: list[Row]
+    open: bool = True
+    reward: float = 0.0
+    flags: Sequence[str] = ()
+    ended: str = ""
+    late: bool = False
 
 
 class Sheet:
@@ -116,62 +126,42 @@ class Sheet:
             color_by = "sampled_logprob" if color_by == "logprob" and "sampled_logprob" in names else "source"
         if color_by not in self.scales:
             raise ValueError(f"there is no quantity {color_by!r} to colour by; choose one of {', '.join(order)}")
-        self.color_by = color_by
+        self.scale = self.scales[color_by]
         self.drawn: list[tuple[TokenTable, int]] = []
 
-    def tokens(self, table: TokenTable, start: int, end: int, marked: Collection[int] = ()) -> str:
-        """The tokens of a span as spans; ``marked`` ones are outlined as different."""
-        out, scale = [], self.scales[self.color_by]
-        values = table.quantities.get(self.color_by)
+    def tokens(self, table: TokenTable, start: int, end: int, marked: Collection[int] = ()) -> list[Token]:
+        """The tokens of a span, in the order in which they will stand; ``marked`` ones are outlined as different."""
+        out = []
         for t in range(start, end):
-            name, strength = scale.look(values[t]) if values else ("", 0.0)
+            kind, strength = self.scale.look(table.value(self.scale.name, t))
             text = table.pieces[t]
             if t == start and text.startswith("\n"):  # an empty first line would be nothing to point at
                 text = text.lstrip("\n").rjust(len(text), "↵")
-            kinds = ["t", "s" + table.source[t][0] if scale.kind == "source" else name]
+            kinds = ["t", "s" + table.source[t][0] if self.scale.kind == "source" else kind]
             kinds += ["x"] * table.special[t] + ["seam"] * (table.source[t] == "seam") + ["d"] * (t in marked)
-            style = f' style="--m:{strength:.2f}"' if name else ""
-            out.append(f'<span class="{" ".join(filter(None, kinds))}"{style}>{esc(text)}</span>')
+            out.append(Token(" ".join(filter(None, kinds)), text, strength))
             self.drawn.append((table, t))
-        return "".join(out)
+        return out
 
-    def close(self, body: str, *, head: str = "", key: str = "") -> str:
+    def close(self, body: str, *, head: str = "", key: str = "") -> Html:
         """The whole view: head, selector, legend, the drawn body, the line of details, and the data."""
-        chosen = ((f'<option value="{esc(n)}"{" selected" * (n == self.color_by)}>{esc(s.label)}</option>')
-                  for n, s in self.scales.items())  # fmt: skip
-        legends = "".join(
-            f'<p class="legend" data-q="{esc(n)}"{"" if n == self.color_by else " hidden"}>{s.legend()}</p>'
-            for n, s in self.scales.items()
-        )
+        quantities = {}
+        for name, scale in self.scales.items():
+            values = [table.value(name, t) for table, t in self.drawn if scale.kind != "source"]
+            quantities[visible(name)] = scale._asdict() | {
+                "name": visible(name),
+                "label": visible(scale.label),
+                "v": [None if v is None else float(f"{v:.4g}") for v in values],
+            }
         data = {
             "ids": [table.ids[t] for table, t in self.drawn],
             "t": [t for _, t in self.drawn],
             "turn": [table.turn[t] for table, t in self.drawn],
             "source": "".join(table.source[t][0] for table, t in self.drawn),
-            "q": {
-                visible(n): {
-                    "label": visible(s.label),
-                    "unit": visible(s.unit),
-                    "kind": s.kind,
-                    "centre": s.centre,
-                    "span": s.span,
-                    "v": [] if n == "source" else [
-                        None if (v := table.quantities.get(n)) is None or v[t] is None else float(f"{v[t]:.4g}")
-                        for table, t in self.drawn
-                    ],
-                }
-                for n, s in self.scales.items()
-            },
-        }  # fmt: skip
-        packed = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
-        return (
-            f'<div class="ar1-view">{head}<div class="tools"><label>Colour by '
-            f"<select>{''.join(chosen)}</select></label><span>{key}</span>"
-            '<label><input type="checkbox" class="blank"> show spaces</label>'
-            '<span class="keys">←→ token, ↑↓ turn</span></div>'
-            f'{legends}<div class="flow">{body}</div><div class="info" role="status"></div>'
-            f'<script type="application/json">{packed}</script></div>'
-        )
+            "q": quantities,
+        }
+        packed = Html(json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c"))
+        return templates().view(head, body, list(self.scales.values()), self.scale.name, packed, Html(key))
 
 
 # Turns as blocks
@@ -206,85 +196,42 @@ def labels(table: TokenTable, start: int, end: int, kind: TurnKind) -> list[str]
     return out
 
 
-def block(
-    sheet: Sheet,
-    trajectory: Trajectory,
-    table: TokenTable,
-    place: tuple[int, int, int, int],
-    marked: Collection[int] = (),
-) -> str:
-    """HTML of one of `TokenTable.blocks`: a turn with the reply to it, or a segment's prompt."""
-    _, index, start, end = place
+def block(sheet: Sheet, trajectory: Trajectory, table: TokenTable, place: Place, marked: Collection[int] = ()) -> Block:
+    """One of `TokenTable.blocks`, drawn: a turn with the reply to it, or a segment's prompt."""
+    segment, index, start, end = place
     if index < 0:
-        return _prompt(sheet, table, start, end, marked, len(trajectory.segments))
-    return _turn(sheet, trajectory.turns[index], index, table, start, end, marked)
-
-
-def _row(kind: str, label: str, body: str) -> str:
-    return f'<div class="row {kind}"><i>{esc(label)}</i><p>{body}</p></div>'
-
-
-def _prompt(sheet: Sheet, table: TokenTable, start: int, end: int, marked: Collection[int], contexts: int) -> str:
-    name = f"Context {table.segment[start] + 1}, prompt" if contexts > 1 else "Prompt"
-    rows = _row("prompt", "prompt", sheet.tokens(table, start, end, marked))
-    return (
-        f'<details class="turn"{" open" if end - start <= 60 else ""}><summary><b>{name}</b> '
-        f'<span class="note">{end - start} tokens</span></summary>{rows}</details>'
-    )
-
-
-def _turn(
-    sheet: Sheet, turn: Turn, index: int, table: TokenTable, start: int, end: int, marked: Collection[int]
-) -> str:
-    rows, acted = [], 0
-    names = ["" if table.source[t] == "action" else "reply" for t in range(start, end)]
+        name = f"Context {segment + 1}, prompt" if len(trajectory.segments) > 1 else "Prompt"
+        rows = [Row("prompt", "prompt", sheet.tokens(table, start, end, marked))]
+        return Block(name, f"{end - start} tokens", rows, open=end - start <= 60)
+    turn = trajectory.turns[index]
+    names, acted = ["reply"] * (end - start), 0
+    for a, b in runs([table.source[t] == "action" for t in range(start, end)]):
+        if table.source[start + a] == "action":
+            names[a:b] = labels(table, start + a, start + b, turn.kind)
+            acted += b - a
+    rows = []
     for a, b in runs(names):
-        if names[a]:
-            rows.append(_row("reply", "reply", sheet.tokens(table, start + a, start + b, marked)))
-            continue
-        acted += b - a
-        parts = labels(table, start + a, start + b, turn.kind)
-        for c, d in runs(parts):
-            kind = "agent" + " forged" * (parts[c] == "forged reply")
-            rows.append(_row(kind, parts[c], sheet.tokens(table, start + a + c, start + a + d, marked)))
+        kind = {"reply": "reply", "forged reply": "agent forged"}.get(names[a], "agent")
+        rows.append(Row(kind, names[a], sheet.tokens(table, start + a, start + b, marked)))
     if turn.text and (not acted or not table.has_text or any(map(BYTES.fullmatch, table.pieces[start:end]))):
-        rows.insert(0, _row("agent words", "as text", esc(turn.text)))
-    if turn.observation and turn.observation_end == turn.observation_start:
-        rows.append(_row("reply words", "reply", esc(turn.observation)))
-        rows.append('<p class="note">the episode was over: this reply never became tokens</p>')
-    chips = [f'<span class="chip">process reward {number(turn.process_reward)}</span>'] * bool(turn.process_reward)
-    chips += [f'<span class="chip bad">{esc(flag)}</span>' for flag in turn.flags]
-    if turn.finish_reason not in ("stop", ""):
-        chips.append(f'<span class="chip">ended by {esc(turn.finish_reason)}</span>')
-    kind = TurnKind(turn.kind).value.replace("_", " ")
-    return (
-        f'<details class="turn" open><summary><b>Turn {index + 1}</b> <span class="note">{kind}, {acted} sampled, '
-        f"{end - start - acted} fed</span> {' '.join(chips)}</summary>{''.join(rows)}</details>"
-    )
+        rows.insert(0, Row("agent words", "as text", text=turn.text))
+    late = bool(turn.observation) and turn.observation_end == turn.observation_start
+    if late:
+        rows.append(Row("reply words", "reply", text=turn.observation))
+    note = f"{turn_kind(turn)}, {acted} sampled, {end - start - acted} fed"
+    ended = "" if turn.finish_reason == "stop" else turn.finish_reason
+    return Block(f"Turn {index + 1}", note, rows, True, turn.process_reward, turn.flags, ended, late)
 
 
-def heading(title: str) -> str:
-    return f"<h4>{esc(title)}</h4>" if title else ""
-
-
-def asked(trajectory: Trajectory) -> str:
-    return f'<p class="ask">{esc(trajectory.question)}</p>'
+def turn_kind(turn: Turn) -> str:
+    return TurnKind(turn.kind).value.replace("_", " ")
 
 
 def facts(trajectory: Trajectory, ask: bool = True) -> str:
     """Question, answer and outcome of an episode in two lines."""
-    parts = ", ".join(f"{esc(k)} {number(v)}" for k, v in trajectory.reward_parts.items())
-    said = "no answer" if trajectory.answer is None else esc(trajectory.answer)
-    right = f", right: {esc(' or '.join(map(str, trajectory.golds)))}" if trajectory.golds else ""
-    stop = trajectory.stop_reason.value.replace("_", " ")
-    earned = f"reward {number(trajectory.total_reward)}{f' ({parts})' if parts else ''}"
-    if not trajectory.golds and not trajectory.total_reward and trajectory.reward_parts.keys() <= OF_THE_ANSWER:
-        earned = "not scored, no right answer is known"
-    return (
-        f'{asked(trajectory) * ask}<p class="note">{earned}'
-        f" · stopped by {stop} · answer: <bdi>{said}</bdi>"
-        f"<bdi>{right}</bdi> · {trajectory.num_tokens} tokens, {trajectory.num_actions} sampled</p>"
-    )
+    t = trajectory
+    scored = bool(t.golds or t.total_reward) or not t.reward_parts.keys() <= OF_THE_ANSWER
+    return templates().facts(t, scored, ask)
 
 
 def view_html(
@@ -293,9 +240,8 @@ def view_html(
     """The viewer without its frame: for pages that hold several."""
     table = token_table(trajectory, tokenizer, quantities)
     sheet = Sheet([table], color_by)
-    body = "".join(block(sheet, trajectory, table, place) for place in table.blocks())
-    head = heading(title) + facts(trajectory)
-    return sheet.close(body or '<p class="note">This trajectory holds no token.</p>', head=head)
+    blocks = [block(sheet, trajectory, table, place) for place in table.blocks()]
+    return sheet.close(templates().trajectory(blocks), head=templates().heading(title) + facts(trajectory))
 
 
 def trajectory_html(
@@ -307,7 +253,7 @@ def trajectory_html(
     title: str = "",
     index: int = 0,
     id: str | None = None,
-) -> str:
+) -> Html:
     """A self-contained page part that shows a trajectory token by token.
 
     Args:
@@ -323,6 +269,4 @@ def trajectory_html(
     return part(body, script=True, label=title or f"Trajectory: {trajectory.question}", id=id)
 
 
-def show_trajectory(trajectory: Any, color_by: str = "advantage", **options: Any) -> Html:
-    """`trajectory_html` for a notebook."""
-    return Html(trajectory_html(trajectory, color_by, **options), "a trajectory, token by token")
+show_trajectory = trajectory_html
