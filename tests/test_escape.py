@@ -16,7 +16,7 @@ import agentr1_lite.rollout  # noqa: F401  (its module, whose name the package g
 from agentr1_lite import pipeline, plots
 from agentr1_lite.__main__ import main
 from agentr1_lite.escape import esc, visible
-from agentr1_lite.exercises import Verdict
+from agentr1_lite.exercises.judge import Verdict
 from agentr1_lite.mdp import Segment, StopReason, Trajectory, Turn, TurnKind, save_jsonl
 from agentr1_lite.report import write_report
 from agentr1_lite.tasks import load_task
