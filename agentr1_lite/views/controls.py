@@ -242,7 +242,7 @@ def _knob(config: Any, name: str, bounds: tuple | None) -> Knob:
         bounds = (kind(low), kind(high), 1 if kind is int else (high - low) / 100)
     elif low is not None:  # what is allowed at all is no range to slide over
         help = f"{help} ({allowed(section, item)})"
-    choices = (True, False) if kind is bool else item.metadata["choices"]
+    choices = (True, False) if kind is bool else tuple(item.metadata["choices"])
     choices += (None,) if choices and optional else ()
     made = Knob(item.name.replace("_", " "), None, bounds, choices, optional, item.metadata["unit"], help)
     made.read = lambda value: checked(section, item, value, name)
