@@ -197,15 +197,19 @@ def draw_summary(
     """The picture of a run as PNG: EM by phase beside baselines, and online learning curves."""
     figure, (left, right) = theme.figure(10.6, 4.3, cols=2, width_ratios=(1.25, 1))
     _draw_intervals(left, [("", estimates)])
-    left.set(title=_words(title), xlabel="exact match, share of questions (95 % interval)")
+    heading = {"loc": "left", "weight": "bold", "size": 11.5, "pad": 12}
+    left.set_title(_words(title), **heading)
+    left.set_xlabel("exact match, share of questions (95 % interval)")
     for name, (label, curve) in zip(("online", "offline"), curves.items(), strict=False):
         _draw_curve(right, curve.steps, curve.values, _color(name), label)
     values = [value for curve in curves.values() for value in curve.values]
-    right.set(title=_words(curve_title), ylim=(min([0.0, *values]), max([1.0, *values]) + 0.02))
+    right.set_title(_words(curve_title), **heading)
     right.set(xlabel="online step", ylabel="mean over the step's episodes")
+    right.set_ylim(min([0.0, *values]), max([1.0, *values]) + 0.02)
     if curves:
-        right.legend(frameon=False, loc="lower right")
+        right.legend(frameon=False, loc="lower right", labelcolor=theme.COLORS["ink"][0])
     else:
         right.text(0.5, 0.5, "no online steps in this run", ha="center", transform=right.transAxes)
+    figure.get_layout_engine().set(w_pad=0.14, h_pad=0.12, wspace=0.06)
     figure.savefig(path, dpi=160, facecolor=theme.COLORS["paper"][0])
     return Path(path)
